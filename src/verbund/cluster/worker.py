@@ -1,0 +1,132 @@
+"""A process's own side of its supervision: signs of life, requests to stop, the report of how it ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from verbund.cluster.process import ProcessSpec
+from verbund.comm.rendezvous import Meeting, dial
+from verbund.comm.wire import Connection, Deadline, WireError
+from verbund.errors import ClusterLost, RunFailed, VerbundError
+
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class Worker:
+    """What an entry gets: who it is, its settings, and the line to its supervisor.
+
+    A thread of its own sends signs of life and listens. When the supervisor is lost, `stopping` becomes true so that
+    the step in progress is the last, and the process ends after `orphan_grace` seconds whatever it is doing.
+    """
+
+    def __init__(self, meeting: Meeting, spec: ProcessSpec, connection: Connection) -> None:
+        self.meeting = meeting
+        self.spec = spec
+        self.settings = spec.settings
+        self.stopping = False
+        self.orphaned = False
+        self.born = time.monotonic_ns()
+        self.at_end: list[Callable[[], None]] = []
+        """Called before the process ends, however it ends short of a kill; each must be quick."""
+        self._connection = connection
+        self._doing = ("starting", 0, time.monotonic())
+        self._listening = threading.Thread(target=self._listen, name="supervision", daemon=True)
+
+    def supervise(self) -> None:
+        """Starts the signs of life. Not before loader processes were forked: a fork wants a single thread."""
+        self._listening.start()
+
+    def doing(self, what: str, step: int) -> None:
+        """Says what this process does from now on; what a message names when it does not go on."""
+        self._doing = (what, step, time.monotonic())
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Tells the supervisor something; a lost supervisor is noticed by the listening thread."""
+        try:
+            self._connection.send(kind, fields)
+        except WireError:
+            self.stopping = True
+
+    def _listen(self) -> None:
+        beat = float(self.settings.get("heartbeat", 2.0))
+        while True:
+            what, step, since = self._doing
+            try:
+                self._connection.send(
+                    "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
+                )
+                message = self._connection.receive(beat) if self._connection.ready(beat) else None
+            except Deadline:
+                continue
+            except WireError:
+                break
+            if message is not None and message.kind == "stop":
+                self.stopping = True
+            elif message is not None and message.kind == "end":
+                self._finish()
+                os._exit(1)
+        self.orphaned = self.stopping = True
+        time.sleep(float(self.settings.get("orphan_grace", 30.0)))
+        self._finish()
+        os._exit(1)
+
+    def _finish(self) -> None:
+        for action in self.at_end:
+            try:
+                action()
+            except Exception as error:
+                os.write(2, f"verbund: {self.spec.name}: {error}\n".encode())
+
+
+def run(meeting: Meeting, spec: ProcessSpec) -> NoReturn:
+    """The life of a forked process: runs the spec's entry and reports its result or first error."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        connection = dial(meeting, spec.role, spec.rank)
+        worker = Worker(meeting, spec, connection)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
+        status = _guarded(worker, spec)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _guarded(worker: Worker, spec: ProcessSpec) -> int:
+    try:
+        module, _, function = spec.entry.partition(":")
+        if not module.startswith("verbund."):
+            raise RunFailed(f"`{spec.entry}` is no entry of this package")
+        result = getattr(importlib.import_module(module), function)(worker)
+        worker._finish()
+        worker.send("done", result=result)
+        return 0
+    except BaseException as error:
+        worker._finish()
+        worker.send("failed", at=time.monotonic(), secondary=isinstance(error, ClusterLost), **describe(error))
+        return error.exit_status if isinstance(error, VerbundError) else 1
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as plain values: the error for the user, and the traceback for `--debug` and the journal."""
+    trace = "".join(traceback.format_exception(error))[-20_000:]
+    if isinstance(error, VerbundError):
+        return {"error": error.record(), "trace": trace}
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [f for f in frames if not f.filename.startswith(_OWN) and "site-packages" not in f.filename]
+    frame = (foreign or frames or [None])[-1]
+    where = f"{frame.filename}, line {frame.lineno}" if frame is not None else None
+    fix = None
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        fix = "Give a smaller `train.micro_batch`, or fewer workers on this machine"
+    text = str(error).strip().splitlines()
+    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return {"error": RunFailed(what, where=where, fix=fix).record(), "trace": trace}

@@ -1,0 +1,292 @@
+"""The task: what the user gives. A Python file with plain functions; only `model` is required.
+
+    model() -> nn.Module
+    inputs(batch) -> a tensor, tuple or dict    what the model is called with      default: `data.input`
+    targets(batch) -> Any                       what the loss compares with        default: `data.target`
+    loss(output, targets) -> Sums | Tensor[B]   per sample, never a mean           default: `train.objective`
+    metrics(output, targets) -> dict[str, Sums | Tensor[B]]                        besides those of the job
+    augment(batch, random) -> batch             training only, randomness keyed by the sample
+    dataset() -> map-style torch Dataset        in place of `data.train`
+    validation_dataset() -> Dataset             in place of `data.validation`
+    couples = True                              samples interact in the loss: see `train.group`
+
+`batch` is a dict of column name to tensor, dimension 0 being the sample.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from verbund.errors import Problem, TaskError, nearest
+from verbund.job import Job
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from verbund.sums import Sums
+
+Columns = dict[str, Any]
+FUNCTIONS = ("model", "inputs", "targets", "loss", "metrics", "augment", "dataset", "validation_dataset")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The user's functions, with the job's names filled in where the file has none."""
+
+    file: Path
+    model: Callable[[], nn.Module]
+    inputs: Callable[[Columns], Any]
+    targets: Callable[[Columns], Any]
+    loss: Callable[[Any, Any], Sums]
+    metrics: Callable[[Any, Any], dict[str, Sums]] | None
+    augment: Callable[[Columns, Any], Columns] | None
+    dataset: Callable[[], Any] | None
+    validation_dataset: Callable[[], Any] | None
+    couples: bool
+
+    def build(self) -> nn.Module:
+        """Calls the user's `model()`.
+
+        Raises:
+            TaskError: if it does not return a module with parameters.
+        """
+        from torch import nn
+
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"`model()` returned a {type(model).__name__}, not an nn.Module", where=str(self.file))
+        if not any(True for _ in model.parameters()):
+            raise TaskError("`model()` returned a module without parameters", where=str(self.file))
+        return model
+
+
+def check(job: Job) -> list[Problem]:
+    """What can be said of the task without importing it."""
+    if job.task.startswith(("hf:", "keras:")):
+        return [Problem("task", f"`{job.task}` is not available in this version", "Name a Python file with `model()`")]
+    path = job.path(job.task)
+    if not path.is_file():
+        return [Problem("task", f"no such file: {path}", "The path is relative to the job file")]
+    try:
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    except SyntaxError as error:
+        return [Problem(f"{path}, line {error.lineno}", f"syntax error: {error.msg}")]
+    except (OSError, ValueError) as error:
+        return [Problem(str(path), f"cannot be read: {error}")]
+    return []
+
+
+def load(job: Job) -> Task:
+    """Runs the task file and fills in what the job names.
+
+    Raises:
+        TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
+    """
+    for problem in check(job):
+        raise TaskError(problem.what, where=problem.where, fix=problem.fix)
+    path = job.path(job.task).resolve()
+    module = _execute(path)
+    for name in FUNCTIONS:
+        if hasattr(module, name) and not callable(getattr(module, name)):
+            raise TaskError(f"`{name}` is not a function", where=str(path))
+    if not hasattr(module, "model"):
+        functions = [name for name, value in vars(module).items() if callable(value)]
+        hint = nearest("model", functions) if functions else "Write `def model(): return nn.Sequential(...)`"
+        raise TaskError("no function `model()`", where=str(path), fix=hint if hint.startswith("Did") else None)
+    if hasattr(module, "optimizers"):
+        raise TaskError(
+            "a task with several optimisers (`optimizers`) is not offered: one step is one global batch, one loss "
+            "and one update, which is what keeps every way of dividing it equal",
+            where=str(path),
+            fix="Express the task as one loss over one set of parameters, or train the models as separate jobs",
+        )
+    return Task(
+        file=path,
+        model=module.model,
+        inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
+        targets=getattr(module, "targets", None) or _default_targets(job, path),
+        loss=_loss(module, job, path),
+        metrics=_metrics(module, path),
+        augment=getattr(module, "augment", None),
+        dataset=_dataset(module, job, path),
+        validation_dataset=getattr(module, "validation_dataset", None),
+        couples=bool(getattr(module, "couples", False)),
+    )
+
+
+def _execute(path: Path) -> ModuleType:
+    name = f"verbund_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskError("is not a Python file", where=str(path), fix="A task file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        line = _line_in(error, path)
+        raise TaskError(
+            f"{type(error).__name__} while it was imported: {error}", where=f"{path}{f', line {line}' if line else ''}"
+        ) from error
+    return module
+
+
+def _line_in(error: BaseException, path: Path) -> int | None:
+    line = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | None:
+    dataset: Callable[[], Any] | None = getattr(module, "dataset", None)
+    if job.data.train is None and dataset is None:
+        raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(path))
+    return dataset if job.data.train is None else None
+
+
+def _names(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
+    import torch
+
+    objective = job.train.objective
+    if objective is not None and objective.name == "next_token":
+        column = next(iter(_names(job.data.input)), "tokens")
+        return lambda batch: _column(batch, column, path)[:, :-1].long()
+    names = _names(job.data.input)
+    if not names and job.data.train is None:
+        names = ["input"]
+    if not names:
+        raise TaskError("no input: neither `data.input` in the job nor `inputs(batch)` here", where=str(path))
+    scales = job.data.scale
+
+    def cast(batch: Columns, name: str) -> Tensor:
+        value = _column(batch, name, path)
+        value = value.to(torch.float32)
+        scale = scales.get(name, 1.0)
+        return value.div_(scale) if scale != 1.0 and value is not batch[name] else value / scale
+
+    if len(names) == 1:
+        (only,) = names
+        if scales.get(only, 1.0) == 1.0:
+            return lambda batch: _column(batch, only, path).to(torch.float32)
+        return lambda batch: cast(batch, only)
+
+    def concatenated(batch: Columns) -> Tensor:
+        parts = [cast(batch, name) for name in names]
+        parts = [part.unsqueeze(-1) if part.dim() == 1 else part for part in parts]
+        if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
+            shapes = ", ".join(f"{name} {list(part.shape[1:])}" for name, part in zip(names, parts, strict=True))
+            raise TaskError(f"inputs of different shapes cannot be concatenated: {shapes}", where=str(path))
+        return torch.cat(parts, dim=-1)
+
+    return concatenated
+
+
+def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+    import torch
+
+    objective = job.train.objective
+    name = objective.name if objective is not None else None
+    if name == "next_token":
+        column = next(iter(_names(job.data.input)), "tokens")
+        return lambda batch: _column(batch, column, path)[:, 1:].long()
+    names = _names(job.data.target)
+    if not names and job.data.train is None:
+        names = ["target"]
+    if not names:
+        if objective is None:
+            return lambda batch: batch
+        raise TaskError("no target: neither `data.target` in the job nor `targets(batch)` here", where=str(path))
+
+    def cast(value: Tensor) -> Tensor:
+        if name == "cross_entropy":
+            return value if value.is_floating_point() and value.dim() > 1 else value.long()
+        if name is not None or value.is_floating_point():
+            return value.to(torch.float32)
+        return value
+
+    if len(names) == 1:
+        (only,) = names
+        return lambda batch: cast(_column(batch, only, path))
+
+    def stacked(batch: Columns) -> Tensor:
+        parts = [cast(_column(batch, column, path)) for column in names]
+        return torch.cat([part.unsqueeze(-1) if part.dim() == 1 else part for part in parts], dim=-1)
+
+    return stacked
+
+
+def _column(batch: Columns, name: str, path: Path) -> Tensor:
+    try:
+        value: Tensor = batch[name]
+    except KeyError:
+        raise TaskError(f"the data has no column `{name}`", where=str(path), fix=nearest(name, list(batch))) from None
+    return value
+
+
+def _loss(module: ModuleType, job: Job, path: Path) -> Callable[[Any, Any], Sums]:
+    own = getattr(module, "loss", None)
+    if own is not None:
+        return lambda output, targets: as_sums(own(output, targets), "loss", path)
+    if job.train.objective is None:
+        raise TaskError("no loss: neither `train.objective` in the job nor `loss(output, targets)` here", where=str(path))
+    from verbund import objectives
+
+    return objectives.build(job.train.objective)
+
+
+def _metrics(module: ModuleType, path: Path) -> Callable[[Any, Any], dict[str, Sums]] | None:
+    own = getattr(module, "metrics", None)
+    if own is None:
+        return None
+
+    def measure(output: Any, targets: Any) -> dict[str, Sums]:
+        values = own(output, targets)
+        if not isinstance(values, dict):
+            raise TaskError(f"`metrics` returned a {type(values).__name__}, not a dict", where=str(path))
+        return {name: as_sums(value, f"metrics: {name}", path) for name, value in values.items()}
+
+    return measure
+
+
+def as_sums(value: Any, what: str, path: Path) -> Sums:
+    """What a user's function returned as `Sums`: they themselves, (total, weight), or one value per sample.
+
+    Raises:
+        TaskError: for a mean or anything else that is not per sample.
+    """
+    import torch
+
+    from verbund.sums import Sums
+
+    if isinstance(value, tuple) and len(value) == 2:
+        value = Sums(*value)
+    if isinstance(value, torch.Tensor):
+        value = Sums(value, torch.ones_like(value, requires_grad=False))
+    if not isinstance(value, Sums):
+        raise TaskError(f"`{what}` returned a {type(value).__name__}", where=str(path), fix=PER_SAMPLE)
+    if value.total.dim() != 1 or value.weight.shape != value.total.shape:
+        shapes = f"total {list(value.total.shape)}, weight {list(value.weight.shape)}"
+        raise TaskError(f"`{what}` returned {shapes}, not one value per sample", where=str(path), fix=PER_SAMPLE)
+    return value
+
+
+PER_SAMPLE = (
+    "Return one value per sample, shape [B] (e.g. reduction='none'), or verbund.sums.Sums(total, weight): "
+    "never a mean, so that sums over any division of the batch are exact"
+)
