@@ -1,0 +1,225 @@
+"""The axis `data`: every worker holds the whole model and computes its share of the global batch; gradients are
+all-reduced as sums, overlapped with the backward pass.
+
+Gradients are gathered into flat buckets in the reverse order of the parameters, which is about the order in which
+the backward pass makes them (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3). The last bucket carries, after
+its gradients, everything else that a step must agree on: loss, weight, flags, which parameters were used, and
+running statistics. So a step costs no collective besides those of its gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from verbund.comm.collectives import Group, Work
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+_WEIGHT_UNIT = 4096.0
+_NUMBERS = 4  # loss, weight in units of 4096, rest of the weight, flag
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What all workers know after the all-reduce of a step.
+
+    Args:
+        loss: the sum of the samples' losses.
+        weight: what it is to be divided by.
+        flagged: whether any worker raised its flag (to stop after this step).
+        extra: the summed extra numbers, shape [extras].
+    """
+
+    loss: float
+    weight: float
+    flagged: bool
+    extra: Tensor
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """When one bucket was launched, when this worker had nothing but it to wait for, and when it was there (ns)."""
+
+    arrival: int
+    blocked: int
+    done: int
+
+
+class _Bucket:
+    """A flat stretch of memory that holds the gradients of some parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
+        first = parameters[0]
+        sizes = [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
+        self.parameters = parameters
+        pieces = self.flat.split([*sizes, tail])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
+        self.tail = pieces[-1]
+        self.missing = len(parameters)
+        self.work: Work | None = None
+        self.arrival = 0
+
+    def collect(self) -> None:
+        """Copies into the bucket whatever gradients are not there yet; what has none becomes zero."""
+        sources, targets = [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                sources.append(parameter.grad)
+                targets.append(view)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+
+class GradientSums:
+    """Adds up the gradients of a step over all workers.
+
+    Call `begin`, then the backward passes (with `overlap` before the last), then `finish`.
+
+    Args:
+        parameters: the trained parameters, in the model's order, the same on all workers.
+        group: the workers of the axis.
+        extras: how many extra numbers travel with the gradients (running statistics).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, extras: int = 0) -> None:
+        self._group = group
+        self._parameters = list(parameters)
+        self._buckets: list[_Bucket] = []
+        self._launched = 0
+        self._overlapping = False
+        tail = _NUMBERS + extras + len(self._parameters)
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+        self._numbers = torch.zeros(tail, dtype=dtype, device=self._parameters[0].device)
+        self._extras = extras
+        self.stamps: list[Stamps] = []
+        if group.world > 1:
+            self._cut(tail)
+
+    @property
+    def buckets(self) -> int:
+        """How many all-reduces a step takes."""
+        return max(len(self._buckets), 1)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients as few tensors: whole buckets where there are any. To scale them or take their norm."""
+        if self._buckets:
+            return [bucket.flat[: bucket.flat.numel() - bucket.tail.numel()] for bucket in self._buckets]
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def begin(self) -> None:
+        """Forgets the gradients of the former step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._launched = 0
+        self._overlapping = False
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def overlap(self) -> None:
+        """From now on a bucket is sent as soon as its last gradient is there: the backward pass that follows is the
+        step's last."""
+        self._overlapping = len(self._buckets) > 1
+
+    def finish(self, loss: float | Tensor, weight: float, flag: bool, extra: Tensor | None = None) -> StepSums:
+        """Sends what is not sent yet, waits for all, and leaves the sums in the parameters' `grad`.
+
+        A parameter that no worker used keeps `grad` None, so that an optimiser passes it over as it does in one
+        process.
+        """
+        numbers = self._numbers
+        high, low = divmod(weight, _WEIGHT_UNIT)
+        numbers[1:_NUMBERS] = torch.tensor([high, low, float(flag)], dtype=numbers.dtype)
+        numbers[0] = loss
+        if extra is not None:
+            numbers[_NUMBERS : _NUMBERS + self._extras] = extra
+        self.stamps = []
+        if self._buckets:
+            used = [0.0 if p.grad is None else 1.0 for p in self._parameters]
+            numbers[_NUMBERS + self._extras :] = torch.tensor(used, dtype=numbers.dtype)
+            self._send_rest()
+            self._wait()
+            values = self._buckets[-1].tail
+        else:
+            values = numbers
+        loss_, high_, low_, flags = values[:_NUMBERS].tolist()
+        extras = values[_NUMBERS : _NUMBERS + self._extras]
+        if self._buckets:
+            self._hand_over(values[_NUMBERS + self._extras :])
+        return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags > 0, extras)
+
+    def _cut(self, tail: int) -> None:
+        groups: list[list[nn.Parameter]] = [[]]
+        size, limit = 0, FIRST_BUCKET_BYTES
+        for parameter in reversed(self._parameters):
+            bytes_ = parameter.numel() * parameter.element_size()
+            last = groups[-1]
+            if last and (size + bytes_ > limit or parameter.dtype != last[0].dtype):
+                groups.append([])
+                size, limit = 0, BUCKET_BYTES
+            groups[-1].append(parameter)
+            size += bytes_
+        for index, parameters in enumerate(groups):
+            carries = index == len(groups) - 1 and parameters[0].dtype == self._numbers.dtype
+            self._buckets.append(_Bucket(parameters, tail if carries else 0))
+        if not self._buckets[-1].tail.numel():
+            nothing = nn.Parameter(self._numbers.new_zeros(0))
+            self._buckets.append(_Bucket([nothing], tail))
+        if len(self._buckets) > 1:
+            for number, bucket in enumerate(self._buckets):
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    if parameter.numel():
+                        self._hook(parameter, view, number)
+
+    def _hook(self, parameter: nn.Parameter, view: Tensor, number: int) -> None:
+        bucket = self._buckets[number]
+
+        def arrived(_: Tensor) -> None:
+            if not self._overlapping:
+                return
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            bucket.missing -= 1
+            # The last bucket waits for `finish`: it carries the step's numbers.
+            while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].missing == 0:
+                self._launch(self._buckets[self._launched])
+
+        parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.arrival = time.monotonic_ns()
+        bucket.work = self._group.start_all_reduce(bucket.flat)
+        self._launched += 1
+
+    def _send_rest(self) -> None:
+        self._overlapping = False
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            bucket.collect()
+            if bucket.tail.numel():
+                bucket.tail.copy_(self._numbers)
+            self._launch(bucket)
+
+    def _wait(self) -> None:
+        blocked = time.monotonic_ns()
+        for bucket in self._buckets:
+            self._group.finish(bucket.work, "the all-reduce of the gradients")
+            bucket.work = None
+            done = time.monotonic_ns()
+            self.stamps.append(Stamps(bucket.arrival, blocked, done))
+            blocked = done
+
+    def _hand_over(self, used: Tensor) -> None:
+        everywhere = bool((used > 0).all())
+        flags = None if everywhere else dict(zip(map(id, self._parameters), (used > 0).tolist(), strict=True))
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view if flags is None or flags.get(id(parameter)) else None
