@@ -1,0 +1,78 @@
+"""Checkpoints as the supervisor sees them: parts arrive from the workers, and a step is committed when all are there."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbund import checkpoint
+from verbund.errors import VerbundError
+from verbund.job import Checkpoint as Settings
+from verbund.observe.events import Journal
+from verbund.run import Run
+
+
+@dataclass
+class _Pending:
+    parts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    state: dict[str, Any] | None = None
+    seconds: float = 0.0
+
+
+class Commits:
+    """Collects the parts of each save; commits, prunes, or gives a failed save up and says so.
+
+    Args:
+        run: where the checkpoints lie.
+        workers: how many parts make a checkpoint.
+        settings: what is kept.
+        journal: gets `checkpoint` and `checkpoint_failed`.
+    """
+
+    def __init__(self, run: Run, workers: int, settings: Settings, journal: Journal) -> None:
+        self._run = run
+        self._workers = workers
+        self._settings = settings
+        self._journal = journal
+        self._pending: dict[int, _Pending] = {}
+        self.warnings: list[str] = []
+
+    def saved(self, fields: dict[str, Any]) -> str | None:
+        """One worker's part of one save. Returns a warning for the user if the save has failed."""
+        step = int(fields["step"])
+        pending = self._pending.setdefault(step, _Pending())
+        if fields.get("failure"):
+            pending.failures.append(f"worker {fields['part']}: {fields['failure']}")
+        pending.parts[int(fields["part"])] = fields["record"]
+        pending.state = fields.get("state") or pending.state
+        pending.seconds = max(pending.seconds, float(fields["seconds"]))
+        if len(pending.parts) < self._workers:
+            return None
+        del self._pending[step]
+        return self._commit(step, pending)
+
+    def _commit(self, step: int, pending: _Pending) -> str | None:
+        start = time.monotonic()
+        failure = pending.failures[0] if pending.failures else None
+        state = pending.state or {}
+        if failure is None:
+            try:
+                checkpoint.commit(self._run.checkpoints, step, list(pending.parts.values()), state)
+            except (OSError, VerbundError) as error:
+                failure = str(error)
+        if failure is not None:
+            checkpoint.discard(self._run.checkpoints, step)
+            self._journal.event("checkpoint_failed", step=step, failure=failure)
+            warning = f"the checkpoint of step {step} could not be saved: {failure}. The earlier one is intact"
+            self.warnings.append(warning)
+            return warning
+        budget = self._settings.disk_budget_mb
+        checkpoint.prune(
+            self._run.checkpoints, self._settings.keep, state.get("best_step"), int(budget * 1e6) if budget else None
+        )
+        size = sum(int(file["bytes"]) for part in pending.parts.values() for file in part.get("files", []))
+        seconds = pending.seconds + time.monotonic() - start
+        self._journal.event("checkpoint", step=step, seconds=round(seconds, 4), bytes=size)
+        return None

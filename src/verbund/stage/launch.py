@@ -1,0 +1,407 @@
+"""A stage as its caller sees it: check everything, start the processes, watch them, sum up.
+
+This side never imports torch; what needs it (the dry run, the work) happens in processes forked from the warm server.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbund import checkpoint, task
+from verbund.cluster.local import LocalCluster
+from verbund.cluster.process import Process, ProcessSpec
+from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.comm.wire import Message
+from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
+from verbund.job import Job
+from verbund.observe.events import Journal
+from verbund.observe.progress import Progress
+from verbund.run import Run
+from verbund.stage.commits import Commits
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the dry run found out."""
+
+    tickets_per_epoch: int
+    total_steps: int | None
+    train_samples: int
+    validation_samples: int
+    parameters: int
+    worker_bytes: int
+    notes: list[str]
+
+
+def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
+    """Trains a job and returns its run.
+
+    Args:
+        job: what to train; `Job.read` reads one.
+        directory: the run's directory, which must not exist or be empty; default: a new one below `runs/`.
+        quiet: no progress on standard error.
+
+    Raises:
+        InputError: if anything is wrong with job, task or data, before any worker starts.
+        RunFailed: if a worker failed; the error is the first cause.
+        ClusterLost: if processes were lost.
+        Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
+    """
+    _refuse_existing(directory)
+    with _cluster(job) as cluster:
+        prepared = _prepared(job, _notify(quiet))
+        facts = _dry_run(cluster, job, prepared)
+        run = Run.create(Path(directory) if directory else None, job)
+        with run.lock():
+            return _train(cluster, run, job, prepared, facts, None, quiet)
+
+
+def resume(
+    directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True
+) -> Run:
+    """Continues a run from its newest valid checkpoint, with the same or another number of workers.
+
+    Args:
+        directory: the run.
+        changes: dotted keys of the job to new values, e.g. `{"train.epochs": 10}`.
+        quiet: no progress on standard error.
+    """
+    run = Run.open(Path(directory))
+    job = run.job
+    if changes:
+        job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
+    notify = _notify(quiet)
+    with run.lock(), _cluster(job) as cluster:
+        for warning in run.changed_files():
+            notify(warning)
+        source, warnings = _newest(run)
+        prepared = _prepared(job, notify)
+        facts = _dry_run(cluster, job, prepared)
+        run.rewrite_job(job)
+        return _train(cluster, run, job, prepared, facts, source, quiet, warnings)
+
+
+def validate(
+    directory: Path | str,
+    *,
+    data: str | None = None,
+    workers: int | None = None,
+    step: int | None = None,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """The metrics of a checkpoint of a run: the same bit for bit for any number of workers.
+
+    Args:
+        directory: the run.
+        data: another source than the job's validation data.
+        workers: another number of workers than the run's.
+        step: the checkpoint; default: the newest.
+        quiet: no progress on standard error.
+
+    Returns:
+        `step`, `samples`, `metrics`, `seconds`, `world`.
+    """
+    run = Run.open(Path(directory))
+    job = _evaluation_job(run.job, data, workers)
+    source = _chosen(run, step)
+    if data is None and not job.data.validation and not job.data.validation_fraction and job.data.train is not None:
+        raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
+    with _cluster(job) as cluster:
+        prepared = _prepared(job, _notify(quiet))
+        settings = {"checkpoint": str(source), "all": data is not None}
+        return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
+
+
+def predict(
+    directory: Path | str,
+    data: str,
+    out: Path | str | None = None,
+    *,
+    workers: int | None = None,
+    step: int | None = None,
+    quiet: bool = True,
+) -> Path:
+    """Writes a model's predictions for every sample of `data`, in order, as Parquet.
+
+    Args:
+        directory: the run.
+        data: a source with the job's input columns; targets are not needed.
+        out: the file to write; default `predictions.parquet` in the run.
+        workers: another number of workers than the run's.
+        step: the checkpoint; default: the newest.
+        quiet: no progress on standard error.
+    """
+    from verbund.stage.predictions import merge
+
+    run = Run.open(Path(directory))
+    target = Path(out) if out else run.path / "predictions.parquet"
+    if not target.parent.is_dir():
+        raise InputError(f"no such folder: {target.parent}", where="--out")
+    job = _evaluation_job(run.job, data, workers)
+    source = _chosen(run, step)
+    with _cluster(job) as cluster:
+        prepared = _prepared(job, _notify(quiet), targets=False)
+        parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
+        settings = {"checkpoint": str(source), "parts": [str(part.resolve()) for part in parts]}
+        try:
+            _evaluate(cluster, job, prepared, "verbund.stage.predict:work", settings)
+            merge(parts, target)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+    return target
+
+
+def check(job: Job, *, quiet: bool = True) -> Facts:
+    """Everything that `train` checks before it starts workers.
+
+    Raises:
+        InputError: with all problems found.
+    """
+    with _cluster(job) as cluster:
+        return _dry_run(cluster, job, _prepared(job, _notify(quiet)))
+
+
+# -- before ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _cluster(job: Job) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(job.cluster.orphan_grace)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _notify(quiet: bool) -> Notify:
+    return (lambda _: None) if quiet else (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+
+
+def _refuse_existing(directory: Path | str | None) -> None:
+    if directory is not None and Path(directory).exists():
+        path = Path(directory)
+        if not path.is_dir() or any(path.iterdir()):
+            raise InputError(
+                "exists already", where=str(path), fix="Choose another directory, or `verbund resume` this one"
+            )
+
+
+def _prepared(job: Job, notify: Notify, targets: bool = True) -> Prepared:
+    """Converts the data once, and reports all that is wrong with task and columns together."""
+    problems = task.check(job)
+    try:
+        prepared = prepare(job.data, folder=Path(job.folder), seed=job.seed, notify=notify)
+    except InputError as error:
+        raise _together(problems, error) from None
+    objective = job.train.objective.name if job.train.objective and targets else None
+    data = job.data if targets else job.data.model_copy(update={"target": None})
+    problems += check_columns(prepared, data, objective)
+    if problems:
+        raise JobError(problems)
+    return prepared
+
+
+def _together(problems: list[Problem], error: InputError) -> InputError:
+    if not problems:
+        return error
+    if isinstance(error, JobError):
+        return JobError([*problems, *error.problems])
+    return JobError([*problems, Problem(error.where or "data", error.what, error.fix)])
+
+
+def _settings(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
+    return {"job": job.resolved(), "folder": job.folder, "prepared": prepared.record(), **more}
+
+
+def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
+    """One micro-batch forward and backward, in a process of its own, before any worker starts."""
+    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=_settings(job, prepared))
+    try:
+        (result,) = Supervisor(cluster, job.cluster, lambda *_: None).run([spec])
+    except Failed as failed:
+        raise _with_trace(failed) from None
+    if result["problems"]:
+        raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
+    facts = Facts(**result["facts"])
+    available = _available_bytes()
+    need = facts.worker_bytes * job.world
+    if available is not None and need > available:
+        fit = max(available // max(facts.worker_bytes, 1), 0)
+        raise InputError(
+            f"{job.world} workers need about {need / 1e9:.1f} GB of memory (measured in a dry run of one), "
+            f"{available / 1e9:.1f} GB are free",
+            where="strategy.mesh",
+            fix=(f"Use at most {fit} workers" if fit else "Use a smaller model")
+            + ", or a smaller `train.micro_batch`",
+        )
+    return facts
+
+
+def _available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _newest(run: Run) -> tuple[Path | None, list[str]]:
+    if not any(run.checkpoints.glob("step-*")):
+        return None, ["no checkpoint was saved: the run starts anew"]
+    return checkpoint.newest_valid(run.checkpoints)
+
+
+def _chosen(run: Run, step: int | None) -> Path:
+    """The checkpoint to evaluate, verified."""
+    if step is None:
+        path, warnings = checkpoint.newest_valid(run.checkpoints)
+        for warning in warnings:
+            print(f"verbund: {warning}", file=sys.stderr)  # noqa: T201
+        return path
+    path = checkpoint.folder(run.checkpoints, step)
+    checkpoint.verify(path)
+    return path
+
+
+def _evaluation_job(job: Job, data: str | None, workers: int | None) -> Job:
+    changes: dict[str, Any] = {}
+    if data is not None:
+        # What the user types is relative to where they are, not to the job.
+        source = data if data.startswith("sklearn:") else os.path.abspath(data)
+        changes |= {"data.validation": source, "data.validation_fraction": 0.0}
+    if workers is not None:
+        changes["strategy.mesh"] = {"data": workers}
+    return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+
+
+def _evaluate(
+    cluster: LocalCluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
+) -> list[dict[str, Any]]:
+    specs = _workers(job, entry, _settings(job, prepared, **settings))
+    supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
+    try:
+        results = supervisor.run(specs)
+    except Failed as failed:
+        raise _with_trace(failed) from None
+    if supervisor.interrupted:
+        raise Interrupted("interrupted: nothing was written")
+    return results
+
+
+def _workers(job: Job, entry: str, settings: dict[str, Any], generation: int = 1) -> list[ProcessSpec]:
+    return [ProcessSpec("worker", rank, job.world, entry, generation, settings) for rank in range(job.world)]
+
+
+def _with_trace(failed: Failed) -> VerbundError:
+    error = failed.error
+    error.trace = failed.failures[0].trace
+    return error
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def _train(
+    cluster: LocalCluster,
+    run: Run,
+    job: Job,
+    prepared: Prepared,
+    facts: Facts,
+    source: Path | None,
+    quiet: bool,
+    warnings: list[str] | None = None,
+) -> Run:
+    generation = run.begin_attempt()
+    journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
+    progress = Progress(facts.total_steps, job.train.seconds, quiet)
+    commits = Commits(run, job.world, job.checkpoint, journal)
+    for note in [*facts.notes, *(warnings or [])]:
+        journal.event("note", text=note)
+        progress.message(note)
+    journal.event("membership", generation=generation, workers=job.world)
+
+    def handle(process: Process, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "progress":
+            progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
+        elif message.kind == "validation":
+            progress.validation(fields["step"], fields["metrics"])
+        elif message.kind == "saved":
+            if warning := commits.saved(fields):
+                progress.message(warning)
+        elif message.kind == "note":
+            journal.event("note", text=fields["text"])
+            progress.message(fields["text"])
+
+    settings = _settings(
+        job,
+        prepared,
+        run=str(run.path.resolve()),
+        checkpoint=str(source) if source else None,
+        total_steps=facts.total_steps,
+    )
+    supervisor = Supervisor(cluster, job.cluster, handle)
+    start = time.monotonic()
+    status, cause, results = "done", None, [{}]
+    try:
+        results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
+        if results[0].get("stopped_by") == "interrupt":
+            status = "interrupted"
+    except Failed as failed:
+        status, cause = "failed", _with_trace(failed)
+        for failure in failed.failures:
+            journal.event(
+                "failure",
+                process=failure.process,
+                error=failure.error.record(),
+                secondary=failure.secondary,
+                trace=failure.trace,
+            )
+    finally:
+        progress.close()
+    journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
+    journal.close()
+    _sum_up(run, job, status, cause, results[0], commits.warnings)
+    if cause is not None:
+        cause.run = run.path
+        raise cause
+    if status == "interrupted":
+        raise Interrupted(
+            f"interrupted after step {results[0].get('steps')}",
+            where=str(run.path),
+            fix=f"`verbund resume {run.path}` continues",
+        )
+    return run
+
+
+def _sum_up(
+    run: Run, job: Job, status: str, cause: VerbundError | None, result: dict[str, Any], warnings: list[str]
+) -> None:
+    from verbund.observe.report import write_report
+    from verbund.observe.summary import summarise
+
+    summary = summarise(
+        run.path,
+        status=status,
+        cause=cause.record() if cause else None,
+        strategy=job.strategy.model_dump(),
+        world=job.world,
+        ended_by=result.get("stopped_by"),
+    )
+    summary["warnings"] = warnings
+    run.write_summary(summary)
+    write_report(run.path, summary)
