@@ -31,13 +31,13 @@ class StepSums:
     Args:
         loss: the sum of the samples' losses.
         weight: what it is to be divided by.
-        flagged: whether any worker raised its flag (to stop after this step).
+        flags: the sum of the workers' flags (reasons to stop after this step).
         extra: the summed extra numbers, shape [extras].
     """
 
     loss: float
     weight: float
-    flagged: bool
+    flags: float
     extra: Tensor
 
 
@@ -128,7 +128,7 @@ class GradientSums:
         step's last."""
         self._overlapping = len(self._buckets) > 1
 
-    def finish(self, loss: float | Tensor, weight: float, flag: bool, extra: Tensor | None = None) -> StepSums:
+    def finish(self, loss: float | Tensor, weight: float, flag: float, extra: Tensor | None = None) -> StepSums:
         """Sends what is not sent yet, waits for all, and leaves the sums in the parameters' `grad`.
 
         A parameter that no worker used keeps `grad` None, so that an optimiser passes it over as it does in one
@@ -136,7 +136,7 @@ class GradientSums:
         """
         numbers = self._numbers
         high, low = divmod(weight, _WEIGHT_UNIT)
-        numbers[1:_NUMBERS] = torch.tensor([high, low, float(flag)], dtype=numbers.dtype)
+        numbers[1:_NUMBERS] = torch.tensor([high, low, flag], dtype=numbers.dtype)
         numbers[0] = loss
         if extra is not None:
             numbers[_NUMBERS : _NUMBERS + self._extras] = extra
@@ -153,7 +153,7 @@ class GradientSums:
         extras = values[_NUMBERS : _NUMBERS + self._extras]
         if self._buckets:
             self._hand_over(values[_NUMBERS + self._extras :])
-        return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags > 0, extras)
+        return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags, extras)
 
     def _cut(self, tail: int) -> None:
         groups: list[list[nn.Parameter]] = [[]]

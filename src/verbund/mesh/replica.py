@@ -81,10 +81,15 @@ class Replica:
         self._sums = GradientSums(self.parameters, group, extras=self.buffers.size)
         self._call: Callable[..., Any] = torch.compile(model) if job.train.compile else model
 
+    @property
+    def joins_forward(self) -> bool:
+        """Whether the forward pass has collectives, so that a worker without samples must still make one."""
+        return self._whole_batch and self.mesh.world > 1
+
     # -- training ------------------------------------------------------------------------------------------------
 
     def gradients(
-        self, batches: Iterator[Batch], count: int, step: int, size: int, flag: bool, journal: Journal
+        self, batches: Iterator[Batch], count: int, step: int, size: int, flag: float, journal: Journal
     ) -> StepSums:
         """Forward and backward passes of one global batch; leaves the gradients' undivided sums.
 
@@ -93,7 +98,7 @@ class Replica:
             count: how many of them belong to this step; may be 0.
             step: the optimiser step, which is the ticket.
             size: the samples of the global batch.
-            flag: raised by a worker that wants to stop after this step.
+            flag: added up over the workers: a reason to stop after this step, or 0.
             journal: gets the spans.
 
         Raises:
@@ -157,6 +162,14 @@ class Replica:
         if self.ema is not None:
             self.ema.update()
         return True
+
+    def dry_step(self, batch: Batch, size: int) -> None:
+        """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""
+        self.model.train()
+        self._sums.begin()
+        self.buffers.begin()
+        (self._forward(batch, 0).total.sum() / size).backward()
+        self.optimizer.step()
 
     def _forward(self, batch: Batch, step: int) -> Sums:
         phantom = batch.phantom

@@ -1,0 +1,84 @@
+"""Prediction: each worker computes a run of evaluation batches and writes it to a Parquet part of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbund.cluster.worker import Worker
+from verbund.errors import InputError, TaskError
+from verbund.mesh.replica import Replica
+from verbund.stage.island import Island
+from verbund.stage.predictions import PartWriter
+from verbund.stage.restore import restore
+from verbund.stage.validate import evaluation_batches, evaluation_threads
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """A worker's part of `verbund predict`."""
+    island = Island.join(worker)
+    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    source = Path(worker.settings["checkpoint"])
+    restore(source, replica, weights_only=True)
+    samples = island.validation_set
+    if samples is None:
+        raise InputError("there is no data to predict", where=str(source))
+    objective = island.job.train.objective
+    replica.model.eval()
+    count = 0
+    with PartWriter(Path(worker.settings["parts"][island.mesh.rank])) as part, evaluation_threads(island):
+        for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
+            worker.doing("predicting", index)
+            columns = columns_of(replica.predict(batch), objective.name if objective else None)
+            for name, values in columns.items():
+                if len(values) != len(batch.ids):
+                    raise TaskError(
+                        f"the model gave {len(values)} rows of `{name}` for a batch of {len(batch.ids)} samples",
+                        where=str(replica.task.file),
+                    )
+            part.write({"sample": batch.ids, **{name: value.cpu().numpy() for name, value in columns.items()}})
+            count += len(batch.ids)
+    return {"samples": count}
+
+
+def columns_of(output: Any, objective: str | None) -> dict[str, Tensor]:
+    """A model's output as columns of predictions, dimension 0 being the sample.
+
+    cross_entropy: `prediction`, the class, and `probability` of every class; binary_cross_entropy: `prediction` (0 or
+    1) and `probability`; mean_squared_error: `prediction`; next_token: `prediction`, the next token after each; own
+    losses: `output` as it is, or the entries of a dict.
+
+    Raises:
+        TaskError: if the output is not made of tensors.
+    """
+    output = getattr(output, "logits", output)
+    if isinstance(output, dict):
+        output = output.get("logits", output)
+    if isinstance(output, dict):
+        tensors = {str(name): value for name, value in output.items() if isinstance(value, Tensor)}
+        if tensors:
+            return {name: _plain(value) for name, value in tensors.items()}
+    if not isinstance(output, Tensor):
+        raise TaskError(f"the model's output is a {type(output).__name__}, which cannot be written as columns")
+    output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if objective == "cross_entropy":
+        return {"prediction": output.argmax(1), "probability": _plain(output.softmax(1))}
+    if objective == "binary_cross_entropy":
+        probability = _squeezed(output.sigmoid())
+        return {"prediction": (probability >= 0.5).to(torch.int64), "probability": probability}
+    if objective == "next_token":
+        return {"prediction": output.argmax(-1)}
+    if objective == "mean_squared_error":
+        return {"prediction": _squeezed(output)}
+    return {"output": _plain(output)}
+
+
+def _squeezed(value: Tensor) -> Tensor:
+    return value.squeeze(-1) if value.dim() == 2 and value.shape[-1] == 1 else value
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -1,0 +1,125 @@
+"""The dry run: one micro-batch forward and backward and one optimiser step, before any worker starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verbund import metrics
+from verbund import task as tasks
+from verbund.cluster.worker import Worker
+from verbund.comm.collectives import Group
+from verbund.data.loader import Item, Loader
+from verbund.data.order import Order
+from verbund.data.prepare import Prepared
+from verbund.data.sets import open_sets
+from verbund.errors import InputError, Problem, TaskError
+from verbund.job import Job
+from verbund.mesh import device, optimizer, schedule
+from verbund.mesh.axes import Mesh
+from verbund.mesh.replica import Replica
+from verbund.observe.memory import peak_bytes
+from verbund.randomness import BatchRandom
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """Runs in a process of its own, so that whatever it allocates or breaks is gone with it."""
+    job = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
+    problems = optimizer.check(job.train.optimizer)
+    try:
+        metrics.build(job.validate_.metrics, job.train.objective)
+    except InputError as error:
+        problems.append(Problem(error.where or "validate.metrics", error.what, error.fix))
+    if problems:
+        return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
+    worker.supervise()
+    worker.doing("checking the task", 0)
+    task = tasks.load(job)
+    device.use_threads(job.cluster.threads, job.world)
+    prepared = Prepared.from_record(worker.settings["prepared"])
+    train_set, validation_set = open_sets(prepared, job, task)
+    order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
+    total = total_steps(job, order)
+    schedule.factor(job.train.schedule, 0, total)
+    if (job.train.target or job.train.patience) and validation_set is None:
+        raise InputError(
+            "`target` and `patience` need validation data", where="train", fix="Give `data.validation_fraction`"
+        )
+    before = peak_bytes()
+    replica, notes = _dry_step(job, task, train_set, order)
+    tensors = [*replica.model.parameters(), *replica.model.buffers()]
+    states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
+    gradients = sum(p.numel() * p.element_size() for p in replica.parameters)
+    # On top of what the dry run used: the copy that a checkpoint is written from, and the buckets of the all-reduce.
+    need = max(peak_bytes() - before, 0) + stored + (gradients if job.world > 1 else 0)
+    facts = {
+        "tickets_per_epoch": order.tickets_per_epoch,
+        "total_steps": total,
+        "train_samples": len(train_set),
+        "validation_samples": len(validation_set) if validation_set is not None else 0,
+        "parameters": sum(p.numel() for p in replica.parameters),
+        "worker_bytes": need,
+        "notes": notes,
+    }
+    return {"problems": [], "facts": facts}
+
+
+def total_steps(job: Job, order: Order) -> int | None:
+    """The optimiser steps of the whole training, as far as epochs and steps bound it."""
+    ends = [job.train.steps, job.train.epochs * order.tickets_per_epoch if job.train.epochs else None]
+    return min((end for end in ends if end is not None), default=None)
+
+
+def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:
+    place = device.choose(0, job.world)
+    replica = Replica(task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
+    notes = _notes(job, replica, order)
+    size = order.size(0)
+    low, high = replica.division.micro_batches(size, 0)[0] if size else (0, 0)
+    ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
+
+    def transform(batch: Any) -> Any:
+        if task.augment is None:
+            return batch
+        return batch.with_columns(task.augment(batch.columns, BatchRandom(job.seed, 0, batch.ids, "augment")))
+
+    loader = Loader(train_set, iter([Item(0, ids)]), transform=transform)
+    try:
+        replica.dry_step(next(iter(loader)), size)
+    finally:
+        loader.close()
+    for name, parameter in zip(replica.names, replica.parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise TaskError(
+                f"`{name}` has sparse gradients, which are not added up over workers",
+                where=str(task.file),
+                fix="Build the embedding with sparse=False",
+            )
+    return replica, notes
+
+
+def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
+    """What the user should know about how this job is divided."""
+    notes = []
+    size = min(job.train.global_batch, order.size(0))
+    if replica.statistics:
+        if replica.joins_forward or job.train.batch_norm == "global":
+            notes.append("Batch statistics are taken over the whole global batch")
+            if 0 < job.train.micro_batch < -(-size // job.world):
+                raise InputError(
+                    "batch statistics over the global batch need each worker's share in one forward pass",
+                    where="train.micro_batch",
+                    fix='Leave out `micro_batch`, or use `batch_norm = "group"`',
+                )
+        else:
+            notes.append(f"Batch statistics are taken over groups of {job.train.group} samples")
+    idle = sum(not replica.division.micro_batches(size, rank) for rank in range(job.world))
+    if idle:
+        unit = f" in groups of {job.train.group} (`train.group`)" if replica.division.unit > 1 else ""
+        notes.append(
+            f"{idle} of {job.world} workers have nothing to do: a global batch of {size} samples is divided{unit}"
+        )
+    return notes

@@ -1,0 +1,8 @@
+"""What workers need, imported once in the warm server so that every fork has it."""
+
+import torch.utils.checkpoint
+
+import verbund.stage.preflight
+import verbund.stage.predict
+import verbund.stage.train
+import verbund.stage.validate  # noqa: F401

@@ -1,0 +1,69 @@
+"""Filling a replica from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbund.checkpoint.read import Checkpoint
+from verbund.errors import CheckpointError
+from verbund.mesh.replica import Replica
+
+
+def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[str, Any]:
+    """Fills the replica's parameters and buffers, and for training its optimiser and moving average.
+
+    Args:
+        path: a checkpoint that the supervising process has verified.
+        replica: what is filled.
+        weights_only: for validation and prediction: the moving average, if there is one, becomes the parameters.
+
+    Returns:
+        the training's state as it was saved: step, samples, ….
+
+    Raises:
+        CheckpointError: if the model has other tensors or shapes than the checkpoint.
+    """
+    checkpoint = Checkpoint.open(path, verify=False)
+    averaged = set(checkpoint.names("ema")) if weights_only else set()
+    with torch.no_grad():
+        for kind in ("parameters", "buffers"):
+            held = {piece.name: piece for piece in replica.pieces(kind)}
+            _same_names(kind, set(held), set(checkpoint.names(kind)), path)
+            for name, piece in held.items():
+                source = "ema" if kind == "parameters" and name in averaged else kind
+                if checkpoint.shape(source, name) != piece.shape:
+                    raise CheckpointError(
+                        f"`{name}` has shape {list(checkpoint.shape(source, name))} there and {list(piece.shape)} in "
+                        "the task's model",
+                        where=str(path),
+                        fix="The task file has changed since",
+                    )
+                checkpoint.fill(source, name, piece.values)
+    state = checkpoint.state
+    if weights_only:
+        return state
+    replica.load_optimizer(checkpoint.names("optimizer"), lambda name: checkpoint.read("optimizer", name))
+    if replica.ema is not None:
+        saved = set(checkpoint.names("ema"))
+        with torch.no_grad():
+            for piece in replica.pieces("ema"):
+                # A run that keeps an average only from now on starts it at the weights.
+                source = ("ema", piece.name) if piece.name in saved else ("parameters", piece.name)
+                checkpoint.fill(*source, piece.values)
+    if replica.loss_scale is not None and state.get("loss_scale"):
+        replica.loss_scale.load(state["loss_scale"])
+    return state
+
+
+def _same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:
+    missing, unknown = sorted(model - saved), sorted(saved - model)
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} {kind} of the model are not in it ({', '.join(missing[:3])})")
+        if unknown:
+            parts.append(f"{len(unknown)} of its {kind} are not in the model ({', '.join(unknown[:3])})")
+        raise CheckpointError("; ".join(parts), where=str(path), fix="The task file has changed since")

@@ -1,0 +1,104 @@
+"""Saving from a worker: the state is copied at a step's border, and written while the training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from verbund import checkpoint
+from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.snapshot import Snapshot
+from verbund.checkpoint.write import write_part
+from verbund.cluster.worker import Worker
+from verbund.errors import RunFailed
+from verbund.mesh.replica import Replica
+from verbund.run import Run
+
+KINDS = ("parameters", "buffers", "optimizer", "ema")
+_PART_BYTES = 16 << 20
+
+
+class Saver:
+    """One worker's share of every checkpoint.
+
+    Args:
+        worker: the line to the supervisor, which commits when all parts are there.
+        run: where the checkpoints lie.
+        replica: what is saved.
+        deadline: seconds that writing one part may take.
+    """
+
+    def __init__(self, worker: Worker, run: Run, replica: Replica, deadline: float) -> None:
+        self._worker = worker
+        self._run = run
+        self._replica = replica
+        self._deadline = deadline
+        self._snapshot = Snapshot()
+        self._writing: threading.Thread | None = None
+        self.last: int | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
+        self.wait()
+        owned = owned_share(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world)
+        pieces = self._snapshot.take(owned)
+        self.last = step
+        self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Waits until the save under way is written.
+
+        Raises:
+            RunFailed: if that takes longer than the deadline.
+        """
+        if self._writing is not None:
+            self._writing.join(self._deadline)
+            if self._writing.is_alive():
+                raise RunFailed(
+                    f"the checkpoint of step {self.last} is not written after {self._deadline:.0f} s",
+                    where=str(self._run.checkpoints),
+                    fix="The disk is too slow or hangs; `cluster.step_deadline` is the limit",
+                )
+            self._writing = None
+
+    def _pieces(self) -> Any:
+        for kind in KINDS:
+            yield from self._replica.pieces(kind)
+
+    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
+        rank = self._replica.mesh.rank
+        start = time.monotonic()
+        record: dict[str, Any] = {}
+        failure = None
+        try:
+            folder = checkpoint.partial_folder(self._run.checkpoints, step)
+            record = write_part(folder, rank, pieces)
+        except Exception as error:  # whatever it is, the run goes on and the user is told
+            failure = f"{error}" or type(error).__name__
+        self._worker.send(
+            "saved",
+            step=step,
+            part=rank,
+            record=record,
+            state=state if rank == 0 else None,
+            failure=failure,
+            seconds=time.monotonic() - start,
+        )
+
+
+def owned_share(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
+    """The replicated pieces that `rank` owns: runs of about equal bytes, and few files where there is little.
+
+    The same on every worker, so that each piece has exactly one owner.
+    """
+    total = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
+    writers = min(world, max(1, total // _PART_BYTES))
+    owned = []
+    place = 0
+    for piece in pieces:
+        if min(place * writers // max(total, 1), writers - 1) == rank:
+            owned.append(piece)
+        place += piece.values.numel() * piece.values.element_size()
+    return owned

@@ -1,0 +1,292 @@
+"""Training: the loop that every worker runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbund.cluster.worker import Worker
+from verbund.data.loader import Item, Loader
+from verbund.data.order import Order
+from verbund.errors import RunFailed
+from verbund.mesh.replica import Replica
+from verbund.observe.events import Journal
+from verbund.observe.memory import peak_bytes
+from verbund.observe.network import Links
+from verbund.randomness import BatchRandom
+from verbund.run import Run
+from verbund.stage.island import Island
+from verbund.stage.restore import restore
+from verbund.stage.saving import Saver
+from verbund.stage.validate import evaluate
+
+_PROGRESS_SECONDS = 0.1
+# Reasons to stop that travel with the gradients, so that all workers stop after the same step. Only one worker looks
+# at the clock, so that the sum tells the two apart.
+_TIME, _INTERRUPT = 1.0, 2.0
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """A worker's part of a training run, from its fork to its last checkpoint."""
+    run = Run.open(Path(worker.settings["run"]))
+    island = Island.join(worker)
+    job = island.job
+    journal = Journal(
+        run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb
+    )
+    links = Links()
+    worker.at_end.append(lambda: _close(journal, links))
+    replica = Replica(island.task, job, island.mesh, island.group, worker.doing)
+    state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    training = _Training(worker, run, island, replica, journal, links, state)
+    replica.check_equal(training.step)
+    journal.add("start", 0, worker.born, time.monotonic_ns())
+    return training.run_to_end()
+
+
+def _close(journal: Journal, links: Links) -> None:
+    journal.totals("links", links=links.sample())
+    journal.totals("memory", peak=peak_bytes())
+    journal.close()
+
+
+class _Training:
+    """The state of a training besides the replica's: where it is, what was best, why it ends."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        run: Run,
+        island: Island,
+        replica: Replica,
+        journal: Journal,
+        links: Links,
+        state: dict[str, Any],
+    ) -> None:
+        job = island.job
+        self.worker, self.island, self.replica, self.journal, self.links = worker, island, replica, journal, links
+        self.job, self.rank = job, island.mesh.rank
+        self.order = Order(
+            len(island.train_set), job.train.global_batch, job.seed, island.train_set.block, job.data.window
+        )
+        self.saver = Saver(worker, run, replica, job.cluster.step_deadline)
+        self.total_steps: int | None = worker.settings["total_steps"]
+        self.step = int(state.get("step", 0))
+        self.samples = int(state.get("samples", 0))
+        self.best: float | None = state.get("best")
+        self.best_step: int | None = state.get("best_step")
+        self._patient: float | None = state.get("patient")
+        self.stale = int(state.get("validations_without_gain", 0))
+        self.former_seconds = float(state.get("seconds", 0.0))
+        self.begun = time.monotonic()
+        self.loss = math.nan
+        self._reported = 0.0
+        self._reported_samples = self.samples
+        self._validated = -1
+
+    def run_to_end(self) -> dict[str, Any]:
+        """Trains until one of the job's ends is reached or a stop is asked for."""
+        train, rank = self.job.train, self.rank
+        reason = self._end_reached()
+        transform = self._augment if self.island.task.augment else None
+        loader = Loader(
+            self.island.train_set,
+            self._plan(),
+            transform=transform,
+            prefetch=self.job.data.prefetch,
+            processes=self.island.loaders,
+        )
+        batches = iter(loader)
+        try:
+            while reason is None:
+                step = self.step
+                size = self.order.size(step)
+                count = len(self._mine(size))
+                flag = _INTERRUPT if self.worker.stopping else _TIME if rank == 0 and self._out_of_time() else 0.0
+                sums = self.replica.gradients(batches, count, step, size, flag, self.journal)
+                began = time.monotonic_ns()
+                self.replica.update(step, size, sums, self.total_steps)
+                self.loss = sums.loss / sums.weight if sums.weight else math.nan
+                if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
+                    raise RunFailed(
+                        f"the loss became {self.loss} in step {step}",
+                        where="train",
+                        fix="Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up; the last checkpoint is "
+                        "from before",
+                    )
+                self.step += 1
+                self.samples += size
+                if train.check_replicas and self.step % train.check_replicas == 0:
+                    self.replica.check_equal(self.step)
+                self.journal.add("compute", step, began, time.monotonic_ns())
+                self._record(step, sums.weight, size)
+                reason = "interrupt" if sums.flags >= _INTERRUPT else "seconds" if sums.flags >= _TIME else None
+                reason = self._after_step(reason) or self._end_reached()
+        finally:
+            loader.close()
+        self._finish(reason)
+        return {
+            "stopped_by": reason,
+            "steps": self.step,
+            "samples": self.samples,
+            "threads": self.island.threads,
+            "randomness": self.replica.randomness.report(),
+        }
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def _mine(self, size: int) -> list[tuple[int, int]]:
+        """The ranges of this worker's micro-batches; an idle worker that must join in collectives of the forward
+        pass gets one sample of weight zero."""
+        ranges = self.replica.division.micro_batches(size, self.rank)
+        if not ranges and self.replica.joins_forward:
+            return [(0, 1)]
+        return ranges
+
+    def _plan(self) -> Iterator[Item]:
+        step = self.step
+        while self.total_steps is None or step < self.total_steps:
+            size = self.order.size(step)
+            idle = not self.replica.division.micro_batches(size, self.rank)
+            ranges = self._mine(size)
+            if ranges:
+                ids = self.island.train_set.ids(self.order.positions(step))
+                for low, high in ranges:
+                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=idle)
+            step += 1
+
+    def _augment(self, batch: Any) -> Any:
+        augment = self.island.task.augment
+        assert augment is not None
+        random = BatchRandom(self.job.seed, batch.ticket, batch.ids, "augment")
+        return batch.with_columns(augment(batch.columns, random))
+
+    # -- the ends ------------------------------------------------------------------------------------------------
+
+    def _end_reached(self) -> str | None:
+        train = self.job.train
+        if train.steps is not None and self.step >= train.steps:
+            return "steps"
+        if train.epochs is not None and self.step >= train.epochs * self.order.tickets_per_epoch:
+            return "epochs"
+        return None
+
+    def _elapsed(self) -> float:
+        return self.former_seconds + time.monotonic() - self.begun
+
+    def _out_of_time(self) -> bool:
+        return self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
+
+    # -- after a step --------------------------------------------------------------------------------------------
+
+    def _record(self, step: int, weight: float, size: int) -> None:
+        now = time.monotonic()
+        if self.rank == 0:
+            rate = float(self.replica.optimizer.param_groups[0]["lr"])
+            self.journal.step(step, self.loss, weight, size, rate)
+            if now - self._reported >= _PROGRESS_SECONDS:
+                speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
+                self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+                self._reported, self._reported_samples = now, self.samples
+        if self.journal.due:
+            self.journal.totals("links", links=self.links.sample())
+            self.journal.totals("memory", peak=peak_bytes())
+            self.journal.flush()
+
+    def _due(self, every: int | str) -> bool:
+        if every == "epoch":
+            return self.step % self.order.tickets_per_epoch == 0
+        return every != "end" and self.step % int(every) == 0
+
+    def _after_step(self, reason: str | None) -> str | None:
+        if self._due(self.job.validate_.every) and self.island.validation_set is not None:
+            reason = self._validate() or reason
+        if self._due(self.job.checkpoint.every):
+            self._save()
+        return reason
+
+    def _validate(self) -> str | None:
+        """Validates; the reason to end if a target is reached or patience is at its end."""
+        assert self.island.validation_set is not None
+        self._validated = self.step
+        start = time.monotonic_ns()
+        self.worker.doing("validating", self.step)
+        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        self.journal.add("validate", self.step, start, time.monotonic_ns())
+        if self.rank == 0:
+            self.journal.event("validation", step=self.step, metrics=metrics)
+            self.worker.send("validation", step=self.step, metrics=metrics)
+        return self._judge(metrics)
+
+    def _judge(self, metrics: dict[str, Any]) -> str | None:
+        from verbund.metrics import larger_is_better
+
+        target, patience = self.job.train.target, self.job.train.patience
+        watched = target.metric if target else patience.metric if patience else None
+        if watched is None:
+            return None
+        value = _metric(metrics, watched)
+        sign = 1.0 if larger_is_better(watched) else -1.0
+        if self.best is None or sign * value > sign * self.best:
+            self.best, self.best_step = value, self.step
+        if target and sign * value >= sign * target.value:
+            return "target"
+        if patience:
+            return self._patience(_metric(metrics, patience.metric), larger_is_better(patience.metric))
+        return None
+
+    def _patience(self, value: float, larger: bool) -> str | None:
+        patience = self.job.train.patience
+        assert patience is not None
+        gain = math.inf if self._patient is None else (value - self._patient) * (1.0 if larger else -1.0)
+        if gain > patience.minimum_gain:
+            self._patient, self.stale = value, 0
+        else:
+            self.stale += 1
+        return "patience" if self.stale >= patience.validations else None
+
+    def _save(self) -> None:
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.step)
+        self.saver.save(
+            self.step,
+            {
+                "step": self.step,
+                "samples": self.samples,
+                "tickets": {"low_water": self.step, "outstanding": []},
+                "seed": self.job.seed,
+                "best": self.best,
+                "best_step": self.best_step,
+                "patient": self._patient,
+                "validations_without_gain": self.stale,
+                "seconds": self._elapsed(),
+                "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
+            },
+        )
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+
+    def _finish(self, reason: str | None) -> None:
+        """The last validation and checkpoint, and the wait until it is written."""
+        if reason != "interrupt" and self.island.validation_set is not None and self._validated != self.step:
+            self._validate()
+        if self.saver.last != self.step:
+            self._save()
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.step)
+        self.saver.wait()
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+        if self.rank == 0:
+            self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+
+
+def _metric(metrics: dict[str, Any], name: str) -> float:
+    value = metrics.get(name)
+    if not isinstance(value, (int, float)):
+        known = ", ".join(key for key, v in metrics.items() if isinstance(v, (int, float)))
+        raise RunFailed(f"`{name}` is no metric of this job", where="train.target", fix=f"There are: {known}")
+    return float(value)

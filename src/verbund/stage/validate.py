@@ -1,0 +1,103 @@
+"""Validation: each sample exactly once, and the same result bit for bit for any number of workers.
+
+Evaluation batches are of fixed composition: batch i holds the samples [i·b, (i+1)·b), and goes to worker i mod N. What
+it yields is added in the order of the batches, in float64. Each worker computes with a number of threads that does not
+depend on how many workers there are.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verbund import metrics
+from verbund.cluster.worker import Worker
+from verbund.data.loader import Batch, Item, Loader
+from verbund.data.samples import Samples
+from verbund.errors import InputError
+from verbund.mesh.replica import Replica
+from verbund.stage.island import Island
+from verbund.stage.restore import restore
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """A worker's part of `verbund validate`."""
+    island = Island.join(worker)
+    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    source = Path(worker.settings["checkpoint"])
+    state = restore(source, replica, weights_only=True)
+    if island.validation_set is None:
+        raise InputError("there is no validation data", where=str(source))
+    worker.doing("validating", int(state["step"]))
+    start = time.monotonic()
+    values = evaluate(replica, island.validation_set, island)
+    return {
+        "step": state["step"],
+        "samples": len(island.validation_set),
+        "metrics": values,
+        "seconds": round(time.monotonic() - start, 4),
+        "world": island.mesh.world,
+    }
+
+
+def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, Any]:
+    """The metrics of the whole of `samples`, known to all workers.
+
+    Returns:
+        metric name to value, always with `loss`.
+    """
+    job = island.job
+    evaluator = metrics.Evaluator(metrics.build(job.validate_.metrics, job.train.objective), replica.task.metrics)
+    replica.model.eval()
+    with evaluation_threads(island), replica.averaged():
+        for index, batch in evaluation_batches(samples, job.validate_.batch, island):
+            output, targets, sums = replica.evaluate(batch)
+            evaluator.add(index, output, targets, sums, batch.ids)
+    states = island.group.all_gather_arrays(evaluator.state(), "the gathering of metrics")
+    return evaluator.merge(states, math.ceil(len(samples) / job.validate_.batch), len(samples))
+
+
+def evaluation_batches(
+    samples: Samples, size: int, island: Island, contiguous: bool = False
+) -> Iterator[tuple[int, Batch]]:
+    """This worker's evaluation batches with their numbers.
+
+    Args:
+        samples: what is evaluated.
+        size: samples of a batch.
+        island: who shares the work.
+        contiguous: give each worker a run of batches instead of every N-th.
+    """
+    count = math.ceil(len(samples) / size)
+    world, rank = island.mesh.world, island.mesh.rank
+    mine = range(count * rank // world, count * (rank + 1) // world) if contiguous else range(rank, count, world)
+
+    def plan() -> Iterator[Item]:
+        for index in mine:
+            positions = np.arange(index * size, min((index + 1) * size, len(samples)))
+            yield Item(index, samples.ids(positions))
+
+    loader = Loader(samples, plan(), prefetch=island.job.data.prefetch)
+    try:
+        yield from zip(mine, loader, strict=True)
+    finally:
+        loader.close()
+
+
+@contextmanager
+def evaluation_threads(island: Island) -> Iterator[None]:
+    """Within the block operations use `cluster.threads` threads, 1 by default: never a number that depends on the
+    workers, since a sum's bits depend on how threads divide it."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(island.job.cluster.threads or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
