@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, ClassVar
 
 
@@ -32,6 +33,10 @@ class VerbundError(Exception):
         self.what = what
         self.where = where
         self.fix = fix
+        self.trace: str | None = None
+        """The traceback in the process where it happened, for `--debug`."""
+        self.run: Path | None = None
+        """The directory of the run that ended with it."""
 
     def __str__(self) -> str:
         return _paragraph(self.where, self.what, self.fix)

@@ -162,6 +162,35 @@ def predict(
     return target
 
 
+def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """Writes a run's summary and report anew from its journal; a run that goes on keeps its status `running`.
+
+    Args:
+        directory: the run.
+        trace: a file for a Chrome trace of the run's spans.
+
+    Returns:
+        the summary and the report's path.
+    """
+    from verbund.observe.report import write_report
+    from verbund.observe.summary import summarise
+    from verbund.observe.trace import write_trace
+
+    run = Run.open(Path(directory))
+    known = run.summary
+    summary = summarise(
+        run.path,
+        status=known.get("status", "running"),
+        cause=known.get("cause"),
+        strategy=run.job.strategy.model_dump(),
+        world=run.job.world,
+        ended_by=known.get("ended_by"),
+    )
+    if trace is not None:
+        write_trace(run.path, trace)
+    return summary, write_report(run.path, summary)
+
+
 def check(job: Job, *, quiet: bool = True) -> Facts:
     """Everything that `train` checks before it starts workers.
 

@@ -1,0 +1,5 @@
+"""`python -m verbund` is the command `verbund`."""
+
+from verbund.cli import main
+
+main()
