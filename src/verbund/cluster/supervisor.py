@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import threading
@@ -91,7 +92,11 @@ class Supervisor:
         Raises:
             Failed: with the first cause, after everything has ended.
         """
-        settings = {"heartbeat": self._limits.heartbeat, "orphan_grace": self._limits.orphan_grace}
+        settings = {
+            "heartbeat": self._limits.heartbeat,
+            "orphan_grace": self._limits.orphan_grace,
+            "store": f"store-{os.urandom(8).hex()}",
+        }
         specs = [ProcessSpec(**{**s.record(), "settings": {**s.settings, **settings}}) for s in specs]
         with _Signals(self._interrupt):
             try:

@@ -34,9 +34,9 @@ class Meeting:
     def address(self) -> Path:
         return self.folder / "supervisor"
 
-    def store(self, generation: int) -> Path:
+    def store(self, name: str) -> Path:
         """The file through which the workers of a generation find each other."""
-        return self.folder / f"store-{generation}"
+        return self.folder / name
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -142,7 +142,7 @@ def work(worker: object) -> dict[str, float]:
     assert isinstance(worker, Worker)
     worker.supervise()
     spec = worker.spec
-    group = Group(worker.meeting.store(spec.generation), spec.rank, spec.world, torch.device("cpu"), 30.0)
+    group = Group(worker.meeting.store(worker.settings["store"]), spec.rank, spec.world, torch.device("cpu"), 30.0)
     numbers = torch.full((1 << 18,), float(spec.rank + 1))
     group.all_reduce(numbers, "the check")
     result = float(numbers[0])

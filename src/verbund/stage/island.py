@@ -48,6 +48,6 @@ class Island:
         loaders = LoaderProcesses(job.data.loaders, train_set) if job.data.loaders else None
         worker.supervise()
         worker.doing("meeting the other workers", 0)
-        store = worker.meeting.store(worker.spec.generation)
+        store = worker.meeting.store(settings["store"])
         group = Group(store, rank, world, place, job.cluster.step_deadline + 60.0)
         return Island(job, task, Mesh(world, rank), group, train_set, validation_set, loaders, threads)

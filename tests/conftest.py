@@ -1,0 +1,89 @@
+"""One warm server for the whole test run: workers are forked from it in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verbund.cluster.local import LocalCluster
+from verbund.job import Job
+from verbund.run import Run
+from verbund.stage import launch
+
+MLP = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5))
+"""
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[LocalCluster]:
+    cluster = LocalCluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+    """Stages started in this process fork from the one warm server."""
+
+    @contextmanager
+    def cluster(job: Job) -> Iterator[LocalCluster]:
+        yield warm
+
+    monkeypatch.setattr(launch, "_cluster", cluster)
+    return warm
+
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path) -> MakeJob:
+    """Writes a task and a small data set, and builds the job: `make_job(TASK, {"train.steps": 3})`."""
+
+    def make(task: str = MLP, changes: dict[str, Any] | None = None, rows: int = 203, **columns: Any) -> Job:
+        (tmp_path / "task.py").write_text(task)
+        if not columns:
+            random = np.random.default_rng(7)
+            columns = {
+                "x": random.normal(size=(rows, 12)).astype(np.float32),
+                "y": random.integers(0, 5, rows),
+            }
+        np.savez(tmp_path / "data.npz", **columns)
+        raw: dict[str, Any] = {
+            "task": "task.py",
+            "name": "test",
+            "data": {"train": "data.npz", "input": "x", "target": "y", "cache": str(tmp_path / "cache")},
+            "train": {"objective": "cross_entropy", "global_batch": 37, "steps": 5},
+            "validate": {"every": "end"},
+            "checkpoint": {"every": "end"},
+        }
+        return Job.build(raw, changes or {}, source="job.toml", folder=tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> Callable[..., Run]:
+    """Trains such a job in a directory of its own."""
+    count = 0
+
+    def run(task: str = MLP, changes: dict[str, Any] | None = None, **more: Any) -> Run:
+        nonlocal count
+        count += 1
+        return launch.train(make_job(task, changes, **more), tmp_path / f"run-{count}")
+
+    return run
+
+
+def losses(run: Run) -> list[float]:
+    """The loss after each step, from the run's summary."""
+    return [loss for _, loss in run.summary["loss"]["curve"]]
