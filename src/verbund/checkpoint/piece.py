@@ -1,0 +1,69 @@
+"""A piece: a box of a global tensor, with its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verbund.checkpoint.box import Box
+from verbund.checkpoint.manifest import DTYPES, KINDS
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one process holds of a global tensor.
+
+    Args:
+        kind: one of `KINDS`: parameters, buffers, optimizer, ema, gradients, exchange.
+        name: the global name, e.g. `layer.weight`; of optimiser state `layer.weight/exp_avg`.
+        shape: the global shape.
+        dtype: that of the global tensor and of `values`.
+        offset: where the box begins, per dimension.
+        length: how long the box is, per dimension.
+        values: shape `length`, on any device.
+        owner: whether this process counts it. Of a replicated or tied piece exactly one process is the owner.
+
+    Raises:
+        ValueError: if the parts do not fit together.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+    values: Tensor
+    owner: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"`{self.kind}` is no kind of piece; known: {', '.join(KINDS)}")
+        if dtype_name(self.dtype) not in DTYPES:
+            raise ValueError(f"{self.kind} `{self.name}` has the dtype {self.dtype}, which cannot be saved")
+        if self.values.dtype != self.dtype or tuple(self.values.shape) != tuple(self.length):
+            raise ValueError(
+                f"{self.kind} `{self.name}` is said to be {self.dtype} {list(self.length)}, "
+                f"its values are {self.values.dtype} {list(self.values.shape)}"
+            )
+        if not self.box.inside(self.shape):
+            raise ValueError(
+                f"{self.kind} `{self.name}`: the box {self.box} lies outside of {list(self.shape)}"
+            )
+
+    @staticmethod
+    def whole(kind: str, name: str, values: Tensor, owner: bool = True) -> Piece:
+        """A tensor that this process holds whole."""
+        shape = tuple(values.shape)
+        return Piece(kind, name, shape, values.dtype, (0,) * len(shape), shape, values, owner)
+
+    @property
+    def box(self) -> Box:
+        return Box(tuple(self.offset), tuple(self.length))

@@ -1,0 +1,142 @@
+"""The writing side of a checkpoint: a process's pieces to safetensors shards, hashed as they are written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verbund.checkpoint import durable
+from verbund.checkpoint.manifest import DTYPES
+from verbund.checkpoint.piece import Piece, dtype_name
+from verbund.errors import CheckpointError
+
+SHARD_BYTES = 1 << 30
+_CHUNK = 4 << 20
+_BUFFER = 1 << 20
+
+
+def write_part(
+    folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES
+) -> dict[str, Any]:
+    """Writes what this process owns to `part-00000-0.safetensors` and following, and syncs them.
+
+    Hashing and writing release the interpreter's lock, so this runs in a thread beside training.
+
+    Args:
+        folder: what `partial_folder` made.
+        part: this process's number among those that save.
+        pieces: all pieces of this process; those it does not own are only noted, so that `commit` finds one
+            without any owner.
+        shard_bytes: a new file begins when the next tensor would exceed this; one tensor is never split.
+
+    Returns:
+        JSON values for `commit`: `files` (name, sha256, bytes), `tensors` (kind, name, shape, dtype, offset,
+        length, file, key) and `held` (names by kind of what was not owned). About 250 bytes a tensor.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written.
+    """
+    owned: list[Piece] = []
+    held: dict[str, list[str]] = {}
+    for piece in pieces:
+        if not piece.owner:
+            held.setdefault(piece.kind, []).append(piece.name)
+        elif (
+            piece.values.numel() or 0 in piece.shape
+        ):  # an empty share of a tensor that is not empty is no box
+            owned.append(piece)
+    files: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
+    for index, shard in enumerate(_shards(owned, shard_bytes)):
+        path = folder / f"part-{part:05d}-{index}.safetensors"
+        try:
+            sha256, size, keys = _write_shard(path, shard)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CheckpointError(
+                durable.reason(error),
+                where=str(path),
+                fix=durable.remedy(error),
+            ) from None
+        files.append({"name": path.name, "sha256": sha256, "bytes": size})
+        tensors += [
+            {
+                "kind": piece.kind,
+                "name": piece.name,
+                "shape": list(piece.shape),
+                "dtype": dtype_name(piece.dtype),
+                "offset": list(piece.offset),
+                "length": list(piece.length),
+                "file": path.name,
+                "key": key,
+            }
+            for piece, key in zip(shard, keys, strict=True)
+        ]
+    return {"part": part, "files": files, "tensors": tensors, "held": held}
+
+
+def _shards(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    shard: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if shard and size + piece.values.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(piece)
+        size += piece.values.nbytes
+    if shard:
+        yield shard
+
+
+def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str]]:
+    """Writes one file in the safetensors format: u64 length of the header, JSON header, tensors without gaps.
+
+    The library would write and leave the hash to a second pass over the file.
+    """
+    keys = [_key(piece) for piece in shard]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is given twice")
+    # Wide dtypes first, as the library does: every tensor is then aligned in the mapped file.
+    order = sorted(range(len(shard)), key=lambda i: -shard[i].values.element_size())
+    header: dict[str, Any] = {}
+    end = 0
+    for i in order:
+        start, end = end, end + shard[i].values.nbytes
+        code = DTYPES[dtype_name(shard[i].dtype)][0]
+        header[keys[i]] = {"dtype": code, "shape": list(shard[i].length), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest = hashlib.sha256()
+    size = 0
+    with open(path, "wb", buffering=_BUFFER) as file:
+        for content in (
+            memoryview(struct.pack("<Q", len(encoded)) + encoded),
+            *(_raw(shard[i]) for i in order),
+        ):
+            for at in range(0, len(content), _CHUNK):
+                chunk = content[at : at + _CHUNK]
+                digest.update(chunk)
+                file.write(chunk)
+            size += len(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest(), size, keys
+
+
+def _key(piece: Piece) -> str:
+    whole = f"{piece.kind}/{piece.name}"
+    return whole if tuple(piece.length) == tuple(piece.shape) else f"{whole}{piece.box}"
+
+
+def _raw(piece: Piece) -> memoryview:
+    if not piece.values.numel():
+        return memoryview(b"")
+    flat = piece.values.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
