@@ -1,8 +1,8 @@
 """Objectives: losses by name, as undivided sums per sample.
 
-`total.sum() / weight.sum()` of an objective is what the function of the same name in `torch.nn.functional` gives
-with `reduction="mean"`: class weights and ignored positions are in the denominator exactly as they are there. The
-division is done once, over the whole global batch, by whoever adds the sums.
+`total.sum() / weight.sum()` of an objective is what the function of the same name in `torch.nn.functional`
+gives with `reduction="mean"`: class weights and ignored positions are in the denominator exactly as they are
+there. The division is done once, over the whole global batch, by whoever adds the sums.
 """
 
 from __future__ import annotations
@@ -282,8 +282,8 @@ class _NextToken:
 
 def _binary_cross_entropy(output: Any, targets: Any) -> Sums:
     output, targets = _values("binary_cross_entropy", output, targets)
-    # Torch takes any number here and gives a loss without a lower bound: labels of 1 and 2, or -1 and 1, would train
-    # to nonsense. Elsewhere than on the CPU the check would make the host wait for the device.
+    # Torch takes any number here and gives a loss without a lower bound: labels of 1 and 2, or -1 and
+    # 1, would train to nonsense. Elsewhere than on the CPU the check would make the host wait.
     if type(targets) is Tensor and targets.device.type == "cpu" and targets.numel():
         low, high = torch.aminmax(targets.detach())
         if not (float(low) >= 0.0 and float(high) <= 1.0):
