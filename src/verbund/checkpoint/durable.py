@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -48,20 +46,20 @@ def replace(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def replace_json(path: Path, value: dict[str, Any]) -> None:
-    """`replace` with `value` as indented JSON."""
-    replace(path, json.dumps(value, indent=2).encode() + b"\n")
+def full(error: OSError) -> bool:
+    """Whether a write failed for want of space."""
+    return error.errno in _FULL
 
 
 def reason(error: OSError) -> str:
     """Why a write failed, as a clause."""
-    if error.errno in _FULL:
+    if full(error):
         return "the disk is full (or a quota or size limit is reached)"
     return f"cannot be written: {error.strerror or error}"
 
 
 def remedy(error: OSError) -> str:
     """What to do about it, as a sentence."""
-    if error.errno in _FULL:
+    if full(error):
         return "Free space there, or lower `checkpoint.keep` or `checkpoint.disk_budget_mb`"
     return "Check that the folder exists and may be written to"

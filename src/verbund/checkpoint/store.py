@@ -6,8 +6,8 @@
       .step-00000200.partial/  a save that is going on, or that a crash left; no reader looks at it
 
 A checkpoint counts from the moment `latest` names it. Saving never touches an existing one: a step that is
-saved again (after a resume from an earlier one) becomes `step-00000100.1`. Saves are committed in the order of
-their steps.
+saved again (after a resume from an earlier one) becomes `step-00000100.1`. Saves are committed in the order
+of their steps.
 Nothing here imports torch.
 """
 
@@ -123,8 +123,7 @@ def generations(checkpoints: Path) -> list[Path]:
     """All committed checkpoints, newest first.
 
     The pointer says which is newest; lower steps follow, descending. Higher steps come last: they are of a
-    line that was given up by resuming from an earlier checkpoint, or of a save that crashed before the pointer
-    moved.
+    line that was given up by resuming from an earlier checkpoint, or a crash came before the pointer moved.
     """
     try:
         names = [entry.name for entry in os.scandir(checkpoints) if entry.is_dir(follow_symlinks=False)]
