@@ -3,12 +3,14 @@
 A journal file is JSON lines. The first is the `head` (who writes, on which host, clocks); then:
 
     spans        flat rows [kind, step, start, length]: what this process did; kind indexes `SPANS`
-    collectives  flat rows [step, index, arrival, blocked, done]: one collective as this process saw it: when it was
-                 ready for it, from when it had nothing else to do, and when it went on
+    collectives  flat rows [step, index, arrival, blocked, done]: one collective as this process saw it: when
+                 it was ready for it, from when it had nothing else to do, and when it went on
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
     links        bytes sent and received per peer so far, counted by the kernel
     memory       peak bytes so far
+    energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
+    end          the process closed its journal
 
 Times are nanoseconds of the host's monotonic clock. Wait and transfer are told apart when the journals of all
 processes are merged, since only then is it known who arrived last.
@@ -27,16 +29,27 @@ from pathlib import Path
 from typing import Any
 
 SPANS = ("compute", "communicate", "data", "checkpoint", "validate", "start")
+THINNED = frozenset(("compute", "communicate", "data"))
+"""Kinds of span that come with every step; when a journal is near its limit, only some steps' are kept."""
+NEVER = 1 << 62
+"""The stride after the last thinning: no step's spans are kept."""
 _CODES = {name: code for code, name in enumerate(SPANS)}
+_RARE = frozenset(_CODES) - THINNED
 _FLUSH_SECONDS = 1.0
+_THINNINGS = 8
 
 
 class Journal:
-    """Appends what one process measures to `folder/ROLE-RANK-GENERATION.jsonl`.
+    """Appends what one process measures to `folder/ROLE-RANK-GENERATION.jsonl`. All methods may be called
+    from any thread.
 
-    Recording costs well under a microsecond; encoding and writing happen once a second. When the file reaches
-    `limit_mb`, spans and collectives are kept only for one step in 2, 4, 8, … and an event says so; steps, links and
-    events are always kept.
+    Recording costs well under a microsecond; encoding and writing happen once a second. Up to half of
+    `limit_mb` all is kept. From then on the stride doubles with every further sixteenth: of the kinds in
+    `THINNED` and of the collectives only one step in 2, 4, 8, …, 256 is kept, and none from `limit_mb` on; an
+    event says so each time. So a run of 64 times the steps that fill the first half is still covered to its
+    end. Steps, links, events and the rare kinds are always kept.
+
+    What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again.
     """
 
     def __init__(
@@ -44,13 +57,22 @@ class Journal:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{role}-{rank}-{generation}.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._file: int | None = os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+        self._size = os.fstat(self._file).st_size
+        self._torn = self._size > 0  # whoever wrote here before may have died within a line
+        self._dropped = 0
+        # Rows are only ever appended at the end and cut off from the front: both are one operation under the
+        # interpreter's lock, so that recording needs none of its own.
         self._spans: list[int] = []
         self._collectives: list[int] = []
-        self._steps: list[list[float]] = []
-        self._lock = threading.Lock()
+        self._steps: list[tuple[int, float, float, int, float]] = []
+        self._lock = threading.RLock()
         self._limit = limit_mb * 1e6
         self._stride = 1
+        self._thinnings = 0
+        self._step = -1
         self._due = time.monotonic() + _FLUSH_SECONDS
         self._write(
             {
@@ -68,8 +90,9 @@ class Journal:
 
     def add(self, kind: str, step: int, start: int, end: int) -> None:
         """Records that this process did `kind` from `start` to `end` (`time.monotonic_ns`)."""
-        if step % self._stride == 0:
-            self._spans += (_CODES[kind], step, start, end - start)
+        if step % self._stride == 0 or kind in _RARE:
+            self._spans.extend((_CODES[kind], step, start, end - start))
+        self._step = step
 
     @contextmanager
     def span(self, kind: str, step: int) -> Iterator[None]:
@@ -81,20 +104,21 @@ class Journal:
             self.add(kind, step, start, time.monotonic_ns())
 
     def collective(self, step: int, index: int, arrival: int, blocked: int, done: int) -> None:
-        """Records one collective: ready for it at `arrival`, nothing else to do from `blocked`, over at `done`."""
+        """Records one collective: ready for it at `arrival`, blocked by it alone from `blocked`, over at `done`
+        (`time.monotonic_ns`)."""
         if step % self._stride == 0:
-            self._collectives += (step, index, arrival, blocked, done)
+            self._collectives.extend((step, index, arrival, blocked, done))
 
     def step(self, step: int, loss: float, weight: float, samples: int, rate: float) -> None:
         """Records one optimiser step of the island: its global loss, weight, samples and learning rate."""
-        self._steps.append([step, loss, weight, samples, rate])
+        self._steps.append((step, loss, weight, samples, rate))
 
     def event(self, name: str, **fields: Any) -> None:
         """Records something rare and writes it at once. `fields` are JSON values."""
         self._write({"t": "event", "name": name, "at": time.monotonic_ns(), "wall": time.time(), **fields})
 
     def totals(self, name: str, **fields: Any) -> None:
-        """Records running totals (`links`, `memory`); a reader takes the last."""
+        """Records running totals (`links`, `memory`, `energy`); a reader takes the last."""
         self._write({"t": name, "at": time.monotonic_ns(), **fields})
 
     @property
@@ -104,32 +128,75 @@ class Journal:
 
     def flush(self) -> None:
         """Writes what was recorded."""
-        spans, self._spans = self._spans, []
-        collectives, self._collectives = self._collectives, []
-        steps, self._steps = self._steps, []
-        if spans:
-            self._write({"t": "spans", "rows": spans})
-        if collectives:
-            self._write({"t": "collectives", "rows": collectives})
-        if steps:
-            self._write({"t": "steps", "rows": steps})
-        self._due = time.monotonic() + _FLUSH_SECONDS
+        with self._lock:
+            for name, rows in (
+                ("spans", self._spans),
+                ("collectives", self._collectives),
+                ("steps", self._steps),
+            ):
+                if count := len(rows):
+                    self._write({"t": name, "rows": rows[:count]})
+                    del rows[:count]
+            self._due = time.monotonic() + _FLUSH_SECONDS
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        """Writes the rest; a second call does nothing, and what is recorded afterwards is lost."""
+        with self._lock:
+            if self._file is None:
+                return
+            self.flush()
+            self._write({"t": "end", "at": time.monotonic_ns()})
+            os.close(self._file)
+            self._file = None
 
     def _write(self, line: dict[str, Any]) -> None:
+        raw = json.dumps(line, separators=(",", ":"), default=_plain).encode() + b"\n"
         with self._lock:
+            if not self._append(raw):
+                self._dropped += 1
+                return
+            if self._dropped:
+                lost, self._dropped = self._dropped, 0
+                self._event("dropped", lines=lost)
+            # The first thinning comes at half of the limit, the last one at the limit.
+            if self._size >= self._limit * (0.5 + 0.5 * self._thinnings / _THINNINGS):
+                self._thin()
+
+    def _thin(self) -> None:
+        if self._stride == NEVER:
+            return
+        self._thinnings += 1
+        self._stride = 2**self._thinnings if self._thinnings <= _THINNINGS else NEVER
+        self._event("thinned", after=self._step, stride=self._stride)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        line = {"t": "event", "name": name, "at": time.monotonic_ns(), "wall": time.time(), **fields}
+        if not self._append(json.dumps(line, separators=(",", ":")).encode() + b"\n"):
+            self._dropped += 1
+
+    def _append(self, raw: bytes) -> bool:
+        """Appends a line whole, or leaves a torn one that the next line's newline will end."""
+        if self._file is None:
+            return False
+        if self._torn:
+            raw = b"\n" + raw
+        rest = memoryview(raw)
+        while rest:
             try:
-                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-                self._file.flush()
-            except (OSError, ValueError):
-                return  # a full disk must not end a run; what was not written is missing from the report
-            if self._file.tell() > self._limit:
-                self._stride *= 2
-                self._limit += self._limit / 2 ** min(self._stride, 16)
-                self._file.write(
-                    json.dumps({"t": "event", "name": "thinned", "at": time.monotonic_ns(), "stride": self._stride})
-                    + "\n"
-                )
+                written = os.write(self._file, rest)
+            except OSError:
+                self._torn = len(rest) < len(raw) or self._torn
+                return False  # a full disk must not end a run; what was not written is counted
+            self._size += written
+            rest = rest[written:]
+        self._torn = False
+        return True
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know: numpy's and torch's numbers as Python's, all else as text."""
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", 1) == 1:
+        return item()
+    tolist = getattr(value, "tolist", None)
+    return tolist() if callable(tolist) else str(value)

@@ -1,0 +1,301 @@
+"""The journals of all processes, merged: who computed, communicated and waited when. No torch.
+
+Only together do the journals tell waiting from communicating: a collective can begin to move data when the
+last worker has come to it. What a worker spends blocked before that moment is waiting, and it is charged to
+the one who came last; what it spends blocked afterwards is communicating. (The same split is used by, e.g.,
+Holistic Trace Analysis and Scalasca's "wait at barrier" pattern: Geimer et al., "The Scalasca performance
+toolset architecture", 2010.)
+
+Intervals of one kind are united, never summed, and each moment of a worker counts for one kind only, the
+first that fits of `PRIORITY`. So the kinds add up to the worker's life.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verbund.observe.events import NEVER, SPANS, THINNED
+from verbund.observe.journal import Ints, ProcessJournal
+
+KINDS = ("compute", "communicate", "wait", "data", "checkpoint", "validate", "start", "idle")
+PRIORITY = ("wait", "communicate", "checkpoint", "data", "compute", "validate", "start")
+_OFTEN = frozenset((*THINNED, "wait"))
+
+Who = tuple[int, int]
+"""A worker: its island and its rank."""
+Intervals = NDArray[np.int64]
+"""Shape [n, 2]: start and end in nanoseconds."""
+
+
+@dataclass
+class Life:
+    """One worker in one generation.
+
+    Args:
+        seconds: per kind of `KINDS`; they add up to `total`. Where hosts' clocks cannot be compared,
+            `communicate` includes `wait`.
+        intervals: per kind but idle, shape [n, 3]: step, start, end, as recorded (they may overlap).
+        steps: how many steps it took part in.
+    """
+
+    journal: ProcessJournal
+    seconds: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, Ints] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def who(self) -> Who:
+        return (self.journal.island, self.journal.rank)
+
+    @property
+    def total(self) -> float:
+        """Seconds from birth to the last thing recorded."""
+        return (self.journal.end - self.journal.begin) / 1e9
+
+
+@dataclass
+class Timeline:
+    """All workers' lives.
+
+    Args:
+        lives: by generation, island, rank.
+        caused: seconds that the other workers of its island waited for each worker.
+        unsplit: seconds blocked in collectives that not all workers recorded; they count as communicating.
+        wait_measured: False if workers of one island ran on several hosts, whose clocks are not compared.
+        estimated: whether the seconds are extrapolated from a part of the steps (a journal at its limit).
+    """
+
+    lives: list[Life]
+    caused: dict[Who, float]
+    unsplit: float = 0.0
+    wait_measured: bool = True
+    estimated: bool = False
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Per kind and `total`: the mean over a generation's workers, added over the generations."""
+        result = dict.fromkeys(("total", *KINDS), 0.0)
+        for lives in _by_generation(self.lives).values():
+            for life in lives:
+                result["total"] += life.total / len(lives)
+                for kind in KINDS:
+                    result[kind] += life.seconds[kind] / len(lives)
+        return result
+
+    @property
+    def workers(self) -> dict[Who, dict[str, float]]:
+        """Per worker, over all generations: seconds per kind, `total`, and `steps`."""
+        result: dict[Who, dict[str, float]] = {}
+        for life in self.lives:
+            sums = result.setdefault(life.who, dict.fromkeys(("total", "steps", *KINDS), 0.0))
+            sums["total"] += life.total
+            sums["steps"] += life.steps
+            for kind in KINDS:
+                sums[kind] += life.seconds[kind]
+        return dict(sorted(result.items()))
+
+
+def merge(journals: Sequence[ProcessJournal]) -> Timeline:
+    """The timeline of the workers among `journals`."""
+    timeline = Timeline([Life(j) for j in journals if j.role == "worker"], {})
+    caused: dict[Who, float] = defaultdict(float)
+    islands: dict[tuple[int, int], list[Life]] = defaultdict(list)
+    for life in timeline.lives:
+        islands[life.journal.generation, life.journal.island].append(life)
+    for lives in islands.values():
+        eras = _eras(lives)
+        timeline.estimated |= len(eras) > 1
+        same_host = len({life.journal.host for life in lives}) == 1
+        timeline.wait_measured &= same_host
+        rows = [_kept(life.journal.collectives, 0, eras) for life in lives]
+        split, last, whole = _split(rows, same_host)
+        for number, life in enumerate(lives):
+            mine, at = rows[number], split[number]
+            factor = _factors(mine[:, 0], eras)
+            if same_host:
+                waited = (at - mine[:, 3]) * factor / 1e9
+                _charge(caused, lives, last[number], waited)
+            timeline.unsplit += float(((mine[:, 4] - mine[:, 3]) * factor)[~whole[number]].sum()) / 1e9
+            life.intervals = _intervals(life.journal, mine, at, eras)
+            life.seconds = _seconds(life, eras)
+            compute = life.intervals["compute"]
+            life.steps = _steps(life.journal, eras) if len(compute) else 0
+    timeline.caused = dict(sorted(caused.items()))
+    return timeline
+
+
+def union(intervals: Intervals) -> Intervals:
+    """The same moments as disjoint intervals in order, shape [m, 2]; m ≤ n."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    if len(intervals) < 2:
+        return intervals
+    starts, ends = intervals[:, 0], intervals[:, 1]
+    if not (starts[1:] >= starts[:-1]).all():
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+    reach = np.maximum.accumulate(ends)
+    first = np.empty(len(starts), bool)
+    first[0] = True
+    np.greater(starts[1:], reach[:-1], out=first[1:])
+    begins = np.flatnonzero(first)
+    return np.stack((starts[begins], reach[np.append(begins[1:] - 1, len(starts) - 1)]), axis=1)
+
+
+# -- waiting and communicating -------------------------------------------------------------------------------
+
+
+def _split(rows: list[Ints], same_host: bool) -> tuple[list[Ints], list[Ints], list[NDArray[np.bool_]]]:
+    """Where waiting ends in each worker's collectives.
+
+    Args:
+        rows: per worker, shape [collectives, 5].
+        same_host: whether arrivals can be compared.
+
+    Returns:
+        per worker, shape [collectives]: when waiting ended and communicating began (between blocked and
+        done), which worker came last, and whether all workers recorded the collective.
+    """
+    sizes = [len(r) for r in rows]
+    every = np.concatenate(rows) if rows else np.empty((0, 5), np.int64)
+    total = len(every)
+    if total == 0:
+        empty = [np.empty(0, np.int64) for _ in rows]
+        return empty, empty, [np.empty(0, bool) for _ in rows]
+    worker = np.repeat(np.arange(len(rows)), sizes)
+    order, first = _groups(every[:, 0], every[:, 1])
+    starts = np.flatnonzero(first)
+    counts = np.diff(np.append(starts, total))
+    group = np.cumsum(first) - 1
+    arrival, owner = every[order, 2], worker[order]
+    latest = np.maximum.reduceat(arrival, starts)
+    # Of several that came last at once, the first row counts.
+    at_last = np.flatnonzero(arrival == latest[group])
+    _, which = np.unique(group[at_last], return_index=True)
+    came_last = owner[at_last[which]]
+    everybody = counts == len(rows)
+    split = np.empty(total, np.int64)
+    last = np.empty(total, np.int64)
+    whole = np.empty(total, bool)
+    split[order], last[order], whole[order] = latest[group], came_last[group], everybody[group]
+    blocked, done = every[:, 3], every[:, 4]
+    split = np.where(whole & same_host, np.clip(split, blocked, done), blocked)
+    cuts = np.cumsum(sizes)[:-1]
+    return np.split(split, cuts), np.split(last, cuts), np.split(whole, cuts)
+
+
+def _groups(step: Ints, index: Ints) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+    """An order that brings rows of the same collective together, and where in it each collective begins."""
+    width = int(index.max()) + 1
+    if int(step.max()) < (1 << 62) // width:
+        key = step * width + index
+        order = np.argsort(key, kind="stable")
+        key = key[order]
+        return order, np.append(True, key[1:] != key[:-1])
+    order = np.lexsort((index, step))
+    step, index = step[order], index[order]
+    return order, np.append(True, (step[1:] != step[:-1]) | (index[1:] != index[:-1]))
+
+
+def _charge(caused: dict[Who, float], lives: list[Life], last: Ints, waited: NDArray[np.float64]) -> None:
+    for number, seconds in enumerate(np.bincount(last, waited, minlength=len(lives)).tolist()):
+        caused[lives[number].who] += seconds
+
+
+# -- journals at their limit ---------------------------------------------------------------------------------
+
+
+def _eras(lives: Iterable[Life]) -> list[tuple[int, int]]:
+    """First step and stride of each stretch of steps of which the island's workers kept the same ones."""
+    found = sorted((int(step), int(stride)) for life in lives for step, stride in life.journal.thinned)
+    eras = [(0, 1)]
+    for step, stride in found:
+        if stride > eras[-1][1]:
+            if step == eras[-1][0]:
+                eras.pop()
+            eras.append((step, stride))
+    return eras
+
+
+def _kept(rows: Ints, column: int, eras: list[tuple[int, int]]) -> Ints:
+    """The rows of steps that all workers kept; `column` holds the step."""
+    if len(eras) == 1 and eras[0][1] == 1:
+        return rows
+    kept: Ints = rows[rows[:, column] % _strides(rows[:, column], eras) == 0]
+    return kept
+
+
+def _strides(steps: Ints, eras: list[tuple[int, int]]) -> Ints:
+    table: Ints = np.array(eras, np.int64)
+    strides: Ints = table[np.maximum(np.searchsorted(table[:, 0], steps, side="right") - 1, 0), 1]
+    return strides
+
+
+def _factors(steps: Ints, eras: list[tuple[int, int]]) -> NDArray[np.float64]:
+    """How many steps each kept one stands for."""
+    strides = _strides(steps, eras)
+    return np.where(strides >= NEVER, 0, strides).astype(np.float64)
+
+
+# -- one worker ----------------------------------------------------------------------------------------------
+
+
+def _intervals(
+    journal: ProcessJournal, collectives: Ints, split: Ints, eras: list[tuple[int, int]]
+) -> dict[str, Ints]:
+    step, blocked, done = collectives[:, 0], collectives[:, 3], collectives[:, 4]
+    result = {"wait": _solid(np.stack((step, blocked, split), axis=1))}
+    for code, kind in enumerate(SPANS):
+        rows = journal.spans[journal.spans[:, 0] == code]
+        if kind in THINNED:
+            rows = _kept(rows, 1, eras)
+        result[kind] = _solid(np.stack((rows[:, 1], rows[:, 2], rows[:, 2] + rows[:, 3]), axis=1))
+    moving = _solid(np.stack((step, split, done), axis=1))
+    result["communicate"] = np.concatenate((result["communicate"], moving))
+    return result
+
+
+def _solid(rows: Ints) -> Ints:
+    return rows[rows[:, 2] > rows[:, 1]]
+
+
+def _seconds(life: Life, eras: list[tuple[int, int]]) -> dict[str, float]:
+    """Seconds per kind, each moment counted once; what a thinned journal left out is extrapolated."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for number, (first, stride) in enumerate(eras):
+        following = eras[number + 1][0] if number + 1 < len(eras) else 1 << 62
+        covered = np.empty((0, 2), np.int64)
+        length = 0.0
+        for kind in PRIORITY:
+            rows = life.intervals[kind]
+            if len(eras) > 1:
+                rows = rows[(rows[:, 0] >= first) & (rows[:, 0] < following)]
+            covered = union(np.concatenate((covered, rows[:, 1:])))
+            reached = float((covered[:, 1] - covered[:, 0]).sum())
+            weight = (0 if stride >= NEVER else stride) if kind in _OFTEN else 1
+            sums[kind] += (reached - length) / 1e9 * weight
+            length = reached
+    recorded = sum(sums.values())
+    if len(eras) > 1 and recorded > life.total:
+        # The kept steps were slower than the others: the extrapolation may not exceed the life it is about.
+        sums = {kind: value * life.total / recorded for kind, value in sums.items()}
+        recorded = life.total
+    sums["idle"] = max(life.total - recorded, 0.0)
+    return sums
+
+
+def _steps(journal: ProcessJournal, eras: list[tuple[int, int]]) -> int:
+    steps = journal.spans[journal.spans[:, 0] == SPANS.index("compute"), 1]
+    kept = np.unique(steps)
+    return len(kept) if len(eras) == 1 else int(kept[-1] - kept[0] + 1)
+
+
+def _by_generation(lives: Iterable[Life]) -> dict[int, list[Life]]:
+    found: dict[int, list[Life]] = defaultdict(list)
+    for life in lives:
+        found[life.journal.generation].append(life)
+    return found
