@@ -249,8 +249,7 @@ class Replica:
         shared among them.
         """
         for name, tensor in self._tensors(kind):
-            shape = tuple(tensor.shape)
-            yield Piece(kind, name, shape, tensor.dtype, (0,) * len(shape), shape, tensor, owner=True)
+            yield Piece.whole(kind, name, tensor)
 
     def _tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         if kind == "parameters":

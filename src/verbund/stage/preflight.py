@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verbund import metrics
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
@@ -22,6 +21,7 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
 from verbund.randomness import BatchRandom
+from verbund.stage.validate import wanted
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def work(worker: Worker) -> dict[str, Any]:
     job = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
     problems = optimizer.check(job.train.optimizer)
     try:
-        metrics.build(job.validate_.metrics, job.train.objective)
+        wanted(job)
     except InputError as error:
         problems.append(Problem(error.where or "validate.metrics", error.what, error.fix))
     if problems:

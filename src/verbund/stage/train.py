@@ -15,6 +15,7 @@ from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.errors import RunFailed
 from verbund.mesh.replica import Replica
+from verbund.metrics.direction import larger_is_better
 from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
@@ -224,8 +225,6 @@ class _Training:
         return self._judge(metrics)
 
     def _judge(self, metrics: dict[str, Any]) -> str | None:
-        from verbund.metrics import larger_is_better
-
         target, patience = self.job.train.target, self.job.train.patience
         watched = target.metric if target else patience.metric if patience else None
         if watched is None:

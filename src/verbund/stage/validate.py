@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from verbund import metrics
+from verbund import metrics, objectives
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
 from verbund.data.samples import Samples
 from verbund.errors import InputError
+from verbund.job import Job
 from verbund.mesh.replica import Replica
+from verbund.metrics.base import Gathered
 from verbund.stage.island import Island
 from verbund.stage.restore import restore
 
@@ -54,14 +56,24 @@ def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, An
         metric name to value, always with `loss`.
     """
     job = island.job
-    evaluator = metrics.Evaluator(metrics.build(job.validate_.metrics, job.train.objective), replica.task.metrics)
+    evaluator = metrics.Evaluator(wanted(job), job.train.objective)
     replica.model.eval()
     with evaluation_threads(island), replica.averaged():
         for index, batch in evaluation_batches(samples, job.validate_.batch, island):
             output, targets, sums = replica.evaluate(batch)
-            evaluator.add(index, output, targets, sums, batch.ids)
+            own = replica.task.metrics(output, targets) if replica.task.metrics else None
+            evaluator.add(index, output, targets, sums, batch.ids, own)
     states = island.group.all_gather_arrays(evaluator.state(), "the gathering of metrics")
-    return evaluator.merge(states, math.ceil(len(samples) / job.validate_.batch), len(samples))
+    batches = math.ceil(len(samples) / job.validate_.batch)
+    return evaluator.merge(states, batches=batches, samples=len(samples))
+
+
+def wanted(job: Job) -> list[metrics.Metric | Gathered]:
+    """The job's metrics, or those that fit its objective."""
+    names = job.validate_.metrics
+    if names is None:
+        names = objectives.default_metrics(job.train.objective)
+    return metrics.build(names, job.train.objective)
 
 
 def evaluation_batches(
