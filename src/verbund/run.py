@@ -31,7 +31,7 @@ from typing import Any
 
 from verbund.checkpoint import durable
 from verbund.checkpoint.store import sweep
-from verbund.errors import InputError, RunFailed
+from verbund.errors import InputError, RunFailed, VerbundError
 from verbund.job import Job
 
 _VERSION = 1
@@ -49,8 +49,8 @@ class Run:
         """Makes the directory of a new run.
 
         Args:
-            directory: the run's directory, which must not exist or be empty. None: `parent/NAME-YYYYmmdd-HHMMSS`,
-                and the link `parent/latest` is moved to it.
+            directory: the run's directory, which must not exist or be empty. None:
+                `parent/NAME-YYYYmmdd-HHMMSS`, and the link `parent/latest` is moved to it.
             job: what will be trained.
             parent: where runs without a directory of their own lie.
 
@@ -60,16 +60,19 @@ class Run:
         """
         try:
             path = _numbered(parent, job) if directory is None else _given(directory)
-            run = Run(path)
-            run.journal.mkdir(exist_ok=True)
-            run.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _unwritten(directory or parent, error) from None
+        run = Run(path)
+        try:
+            run.journal.mkdir()
+            run.checkpoints.mkdir()
             run._write_origin(job)
-            run._replace("job.toml", job.toml().encode())  # last: only now is it a run
+            durable.replace(path / "job.toml", job.toml().encode())  # last: only now is it a run
             if directory is None:
                 _point(parent / _LATEST, path)
         except OSError as error:
-            where = str(error.filename or directory or parent)
-            raise InputError(durable.reason(error), where=where, fix=durable.remedy(error)) from None
+            shutil.rmtree(path, ignore_errors=True)  # it was empty or not there
+            raise _unwritten(path, error) from None
         return run
 
     @staticmethod
@@ -157,7 +160,7 @@ class Run:
         Raises:
             RunFailed: if it cannot be written; the former is intact.
         """
-        self._replace_json("summary.json", summary)
+        self._replace("summary.json", _json(summary))
 
     @property
     def attempt(self) -> int:
@@ -177,7 +180,7 @@ class Run:
             RunFailed: if it cannot be written.
         """
         attempt = self.attempt + 1
-        self._replace_json("attempts.json", {"attempts": attempt})
+        self._replace("attempts.json", _json({"attempts": attempt}))
         sweep(self.checkpoints)
         return attempt
 
@@ -185,7 +188,8 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Keeps everybody else from training this run.
 
-        Processes forked inside hold the lock too, so that after a kill of this one nobody starts before they ended.
+        Processes forked inside (without exec) hold the lock too: after a kill of this one nobody starts before
+        they have ended.
 
         Raises:
             InputError: if it is being trained; the error names the process.
@@ -214,7 +218,7 @@ class Run:
             try:
                 yield
             finally:
-                # Unlocked by name, not by closing alone: a child that was forked inside has the descriptor too.
+                # Closing alone does not unlock it while a child that was forked inside has the descriptor.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
@@ -246,7 +250,7 @@ class Run:
             lines.append(f"report: {self.report}")
         return lines
 
-    # -- files -------------------------------------------------------------------------------------------------
+    # -- files ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _origin(self) -> dict[str, Any]:
@@ -263,7 +267,7 @@ class Run:
             (self.path / "task").mkdir(exist_ok=True)
             shutil.copyfile(source, self.path / "task" / source.name)
             origin["task"] = {"path": str(source.resolve()), "sha256": sha256, "copy": source.name}
-        self._replace_json("origin.json", origin)
+        durable.replace(self.path / "origin.json", _json(origin))
 
     def _read(self, name: str, default: dict[str, Any] | None) -> dict[str, Any]:
         path = self.path / name
@@ -289,9 +293,6 @@ class Run:
                 durable.reason(error), where=str(self.path / name), fix=durable.remedy(error)
             ) from None
 
-    def _replace_json(self, name: str, value: dict[str, Any]) -> None:
-        self._replace(name, json.dumps(value, indent=2).encode() + b"\n")
-
     def _locked(self, descriptor: int) -> InputError:
         pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
         if pid.isdigit() and not Path("/proc", pid).exists():
@@ -305,6 +306,15 @@ class Run:
             where=str(self.path),
             fix="Wait for it, or stop it with Ctrl-C; it saves a checkpoint first",
         )
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _unwritten(path: Path, error: OSError) -> VerbundError:
+    kind = RunFailed if durable.full(error) else InputError
+    return kind(durable.reason(error), where=str(error.filename or path), fix=durable.remedy(error))
 
 
 def _given(directory: Path) -> Path:
