@@ -188,7 +188,7 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Keeps everybody else from training this run.
 
-        Processes forked inside (without exec) hold the lock too: after a kill of this one nobody starts before
+        Processes forked inside (without exec) hold the lock too: after a kill of this one nobody starts until
         they have ended.
 
         Raises:

@@ -51,7 +51,7 @@ class Box:
         )
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.length, strict=True)) + "]"
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.length, strict=False)) + "]"
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -124,11 +124,16 @@ def generations(checkpoints: Path) -> list[Path]:
 
     The pointer says which is newest; lower steps follow, descending. Higher steps come last: they are of a
     line that was given up by resuming from an earlier checkpoint, or a crash came before the pointer moved.
+
+    Raises:
+        CheckpointError: if the folder cannot be read. That it does not exist is no error.
     """
     try:
         names = [entry.name for entry in os.scandir(checkpoints) if entry.is_dir(follow_symlinks=False)]
-    except OSError:
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(checkpoints)) from None
     found = sorted(((_order(name), name) for name in names if _COMMITTED.fullmatch(name)), reverse=True)
     newest = latest(checkpoints)
     if newest is not None:
@@ -141,7 +146,7 @@ def folder(checkpoints: Path, step: int) -> Path:
     """The checkpoint of a step; of a step that was saved several times, the last.
 
     Raises:
-        CheckpointError: if there is none, naming the steps there are.
+        CheckpointError: if there is none, naming the steps there are, or the folder cannot be read.
     """
     found = generations(checkpoints)
     of_step = [path for path in found if _order(path.name)[0] == step]
@@ -209,9 +214,12 @@ def prune(
         budget_bytes: the oldest go until the rest fits. The newest and the best stay in any case.
 
     Returns:
-        The folders that were removed.
+        The folders that were removed. What cannot be removed stays until the next time; that is no error.
     """
-    found = generations(checkpoints)
+    try:
+        found = generations(checkpoints)
+    except CheckpointError:
+        return []
     if not found or latest(checkpoints) != found[0]:
         return []  # without a sound pointer nobody knows which one a resume would take
     protected = {found[0], next((path for path in found if _order(path.name)[0] == best), found[0])}
@@ -234,7 +242,7 @@ def prune(
             removed.append(path)
             shutil.rmtree(grave)
         except OSError:
-            continue  # it stays for now; the next commit or pruning tries again
+            continue
     return removed
 
 
@@ -258,7 +266,10 @@ def _free_name(checkpoints: Path, step: int) -> Path:
 
 
 def _size(folder: Path) -> int:
-    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+    except OSError:
+        return 0  # a folder that cannot be read is not pruned for its size
 
 
 def _unwritten(path: Path, error: OSError) -> CheckpointError:
