@@ -49,6 +49,8 @@ class Task:
     dataset: Callable[[], Any] | None
     validation_dataset: Callable[[], Any] | None
     couples: bool
+    own: frozenset[str]
+    """Which of the functions the file itself has."""
 
     def build(self) -> nn.Module:
         """Calls the user's `model()`.
@@ -117,6 +119,7 @@ def load(job: Job) -> Task:
         dataset=_dataset(module, job, path),
         validation_dataset=getattr(module, "validation_dataset", None),
         couples=bool(getattr(module, "couples", False)),
+        own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )
 
 

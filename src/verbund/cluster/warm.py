@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from verbund.cluster import worker
-from verbund.cluster.parent import die_with_parent
+from verbund.comm.parent import die_with_parent
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Connection, WireError

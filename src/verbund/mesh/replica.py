@@ -20,6 +20,7 @@ from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.data import GradientSums, StepSums
+from verbund.mesh.ema import ExponentialMovingAverage
 from verbund.observe.events import Journal
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
@@ -57,10 +58,10 @@ class Replica:
         if not self.parameters:
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.optimizer = optimizer.build(list(zip(self.names, self.parameters, strict=True)), job.train.optimizer)
-        self.ema: optimizer.ExponentialMovingAverage | None = None
+        self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             named = list(zip(self.names, self.parameters, strict=True))
-            self.ema = optimizer.ExponentialMovingAverage(named, job.train.ema)
+            self.ema = ExponentialMovingAverage(named, job.train.ema)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         self.statistics = batch_statistics.has_batch_statistics(model)
@@ -105,8 +106,9 @@ class Replica:
             RunFailed: from the user's model or loss, with the samples concerned.
         """
         self.model.train()
+        low, high = self.division.share(size, self.mesh.rank)
         self._sums.begin()
-        self.buffers.begin()
+        self.buffers.begin(first=low == 0 < high)
         loss: float | Tensor = 0.0
         weight = 0.0
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) / size
@@ -119,10 +121,11 @@ class Replica:
             journal.add("data", step, before, start)
             sums = self._forward(batch, step)
             total = sums.total.sum()
-            if index == count - 1:
+            if index == count - 1 and not self.joins_forward:
+                # Collectives of the backward pass itself must not change places with those of the buckets.
                 self._sums.overlap()
             (total * scale).backward()
-            self.buffers.add(len(batch.ids))
+            self.buffers.add(0 if batch.phantom else len(batch.ids))
             loss = loss + total.detach()
             weight += float(sums.weight.sum())
             if index < count - 1:
@@ -167,7 +170,7 @@ class Replica:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""
         self.model.train()
         self._sums.begin()
-        self.buffers.begin()
+        self.buffers.begin(first=True)
         (self._forward(batch, 0).total.sum() / size).backward()
         self.optimizer.step()
 

@@ -104,8 +104,8 @@ class Journal:
             self.add(kind, step, start, time.monotonic_ns())
 
     def collective(self, step: int, index: int, arrival: int, blocked: int, done: int) -> None:
-        """Records one collective: ready for it at `arrival`, blocked by it alone from `blocked`, over at `done`
-        (`time.monotonic_ns`)."""
+        """Records one collective: launched at `arrival`, blocked by it alone from `blocked`, over at
+        `done`."""
         if step % self._stride == 0:
             self._collectives.extend((step, index, arrival, blocked, done))
 

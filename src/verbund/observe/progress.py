@@ -172,7 +172,7 @@ class Progress:
         except (OSError, ValueError):
             self._silent = True
 
-    # -- how far ---------------------------------------------------------------------------------------------
+    # -- how far ----------------------------------------------------------------------------------------
 
     def _share(self, now: float) -> float:
         shares = [0.0]
@@ -183,8 +183,8 @@ class Progress:
         return min(max(shares), 1.0)
 
     def _left(self, now: float) -> float | None:
-        """Seconds until whatever ends first, from the mean speed since the first update (a resumed run does not
-        begin at step 0)."""
+        """Seconds until whatever ends first, by the mean speed since the first update, which after a resume
+        is not step 0."""
         left = []
         if self._steps is not None and self._latest is not None and self._first is not None:
             begin, first = self._first

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
-from verbund.data.loader import LoaderProcesses
+from verbund.data.loader import Batch, LoaderProcesses, Transform
 from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
 from verbund.data.sets import open_sets
 from verbund.job import Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
+from verbund.randomness import BatchRandom
 from verbund.task import Task
+
+
+def augmentation(job: Job, task: Task) -> Transform | None:
+    """The task's augmentation, drawing from what is keyed by the sample."""
+    augment = task.augment
+    if augment is None:
+        return None
+
+    def transform(batch: Batch) -> Batch:
+        random = BatchRandom(job.seed, batch.ticket, torch.from_numpy(batch.ids), "augment")
+        return batch.with_columns(augment(batch.columns, random))
+
+    return transform
 
 
 @dataclass
@@ -45,7 +61,9 @@ class Island:
         task = tasks.load(job)
         prepared = Prepared.from_record(settings["prepared"])
         train_set, validation_set = open_sets(prepared, job, task)
-        loaders = LoaderProcesses(job.data.loaders, train_set) if job.data.loaders else None
+        loaders = None
+        if job.data.loaders and worker.spec.entry.startswith("verbund.stage.train"):
+            loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
         worker.doing("meeting the other workers", 0)
         store = worker.meeting.store(settings["store"])

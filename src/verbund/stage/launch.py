@@ -117,8 +117,8 @@ def validate(
     if data is None and not job.data.validation and not job.data.validation_fraction and job.data.train is not None:
         raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet))
-        settings = {"checkpoint": str(source), "all": data is not None}
+        prepared = _prepared(job, _notify(quiet), training=False)
+        settings = {"checkpoint": str(source)}
         return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
 
 
@@ -150,7 +150,7 @@ def predict(
     job = _evaluation_job(run.job, data, workers)
     source = _chosen(run, step)
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet), targets=False)
+        prepared = _prepared(job, _notify(quiet), training=False, targets=False)
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         settings = {"checkpoint": str(source), "parts": [str(part.resolve()) for part in parts]}
         try:
@@ -226,16 +226,16 @@ def _refuse_existing(directory: Path | str | None) -> None:
             )
 
 
-def _prepared(job: Job, notify: Notify, targets: bool = True) -> Prepared:
+def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
     problems = task.check(job)
     try:
-        prepared = prepare(job.data, folder=Path(job.folder), seed=job.seed, notify=notify)
+        prepared = prepare(job.data, folder=Path(job.folder), notify=notify, training=training)
     except InputError as error:
         raise _together(problems, error) from None
     objective = job.train.objective.name if job.train.objective and targets else None
     data = job.data if targets else job.data.model_copy(update={"target": None})
-    problems += check_columns(prepared, data, objective)
+    problems += check_columns(prepared, data, objective, training=training)
     if problems:
         raise JobError(problems)
     return prepared

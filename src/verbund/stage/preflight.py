@@ -20,7 +20,7 @@ from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
-from verbund.randomness import BatchRandom
+from verbund.stage.island import augmentation
 from verbund.stage.validate import wanted
 
 
@@ -81,12 +81,7 @@ def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple
     low, high = replica.division.micro_batches(size, 0)[0] if size else (0, 0)
     ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
 
-    def transform(batch: Any) -> Any:
-        if task.augment is None:
-            return batch
-        return batch.with_columns(task.augment(batch.columns, BatchRandom(job.seed, 0, batch.ids, "augment")))
-
-    loader = Loader(train_set, iter([Item(0, ids)]), transform=transform)
+    loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
     try:
         replica.dry_step(next(iter(loader)), size)
     finally:

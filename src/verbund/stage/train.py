@@ -15,13 +15,12 @@ from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.errors import RunFailed
 from verbund.mesh.replica import Replica
-from verbund.metrics.direction import larger_is_better
+from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
-from verbund.randomness import BatchRandom
 from verbund.run import Run
-from verbund.stage.island import Island
+from verbund.stage.island import Island, augmentation
 from verbund.stage.restore import restore
 from verbund.stage.saving import Saver
 from verbund.stage.validate import evaluate
@@ -94,7 +93,7 @@ class _Training:
         """Trains until one of the job's ends is reached or a stop is asked for."""
         train, rank = self.job.train, self.rank
         reason = self._end_reached()
-        transform = self._augment if self.island.task.augment else None
+        transform = augmentation(self.job, self.island.task)
         loader = Loader(
             self.island.train_set,
             self._plan(),
@@ -160,12 +159,6 @@ class _Training:
                 for low, high in ranges:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=idle)
             step += 1
-
-    def _augment(self, batch: Any) -> Any:
-        augment = self.island.task.augment
-        assert augment is not None
-        random = BatchRandom(self.job.seed, batch.ticket, batch.ids, "augment")
-        return batch.with_columns(augment(batch.columns, random))
 
     # -- the ends ------------------------------------------------------------------------------------------------
 

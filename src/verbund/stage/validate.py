@@ -94,7 +94,7 @@ def evaluation_batches(
     def plan() -> Iterator[Item]:
         for index in mine:
             positions = np.arange(index * size, min((index + 1) * size, len(samples)))
-            yield Item(index, samples.ids(positions))
+            yield Item(index, samples.ids(positions), training=False)
 
     loader = Loader(samples, plan(), prefetch=island.job.data.prefetch)
     try:

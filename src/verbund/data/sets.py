@@ -1,0 +1,52 @@
+"""The training and validation samples of a job, as a worker opens them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from verbund.data.dataset import DatasetSource
+from verbund.data.prepare import Prepared, names_of
+from verbund.data.samples import ColumnFiles, Samples, Source
+from verbund.data.split import Selection
+from verbund.errors import DataError
+from verbund.job import Data, Job
+from verbund.task import Task
+
+
+def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Samples | None]:
+    """The samples to train on, and those to validate with, if there are any.
+
+    Raises:
+        DataError: if a split leaves one side empty.
+    """
+    data = job.data
+    if prepared.train is None:
+        assert task.dataset is not None, "loading the task has asked for it"
+        names = [*(names_of(data.input) or ["input"]), *(names_of(data.target) or ["target"])]
+        train: Source = DatasetSource(task.dataset(), names, job.seed)
+        other = task.validation_dataset() if task.validation_dataset is not None else None
+        validation: Source | None = DatasetSource(other, names, job.seed) if other is not None else None
+    else:
+        columns = needed(data, task)
+        train = ColumnFiles(Path(prepared.train), columns)
+        validation = ColumnFiles(Path(prepared.validation), columns) if prepared.validation else None
+    if validation is None and data.validation_fraction > 0:
+        return _split(train, data, job.seed)
+    return Samples(train), Samples(validation) if validation is not None else None
+
+
+def needed(data: Data, task: Task) -> list[str] | None:
+    """The columns that the job names; None, all, where functions of the task may ask for others."""
+    own = (task.own & {"inputs", "targets", "augment"}) or not names_of(data.input)
+    return None if own else [*names_of(data.input), *names_of(data.target)]
+
+
+def _split(source: Source, data: Data, seed: int) -> tuple[Samples, Samples]:
+    sides = [Selection(source.size, data.validation_fraction, seed, validation=side) for side in (False, True)]
+    for side, name in zip(sides, ("train on", "validate with"), strict=True):
+        if not len(side):
+            raise DataError(
+                f"of {source.size} samples none is left to {name}", where="data.validation_fraction", fix="Change it"
+            )
+    train, validation = sides
+    return Samples(source, train), Samples(source, validation)

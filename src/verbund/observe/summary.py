@@ -1,0 +1,357 @@
+"""The summary of a run, `summary.json`, from its journals. No torch.
+
+Fields are added over time, never renamed. A value that was not measured is None, and `not_measured` says why.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbund.observe.directions import best, larger_is_better
+from verbund.observe.energy import NOT_MEASURED
+from verbund.observe.journal import Floats, ProcessJournal, read
+from verbund.observe.timeline import KINDS, Timeline, merge
+from verbund.observe.verdict import held_back
+
+CURVE_POINTS = 2000
+_HOW = "payload bytes of the processes' TCP connections, counted by the kernel"
+_TRACE_LIMIT = 20_000
+
+
+def summarise(
+    run_dir: Path,
+    *,
+    status: str,
+    cause: Mapping[str, Any] | None = None,
+    strategy: Mapping[str, Any] | None = None,
+    world: int | None = None,
+    ended_by: str | None = None,
+    whole_curves: bool = False,
+    journals: Sequence[ProcessJournal] | None = None,
+    timeline: Timeline | None = None,
+) -> dict[str, Any]:
+    """The fields of `summary.json`, all of them JSON values.
+
+    Args:
+        run_dir: the run; its `journal/` is read, and `job.toml` for advice.
+        status: `done`, `failed`, `interrupted`, `running`.
+        cause: the record of the error that ended the run.
+        strategy: the job's, as plain values.
+        world: the number of workers; default: how many the newest generation's journals show.
+        ended_by: which of the training's ends was reached.
+        whole_curves: keep all points of the curves; otherwise at most `CURVE_POINTS`, the first and last
+            among them.
+        journals, timeline: if they were read already.
+
+    `steps` is the number of optimiser steps done; in `loss.curve` a step's number is that of its ticket, from
+    0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
+    that add up to `total`. `samples_per_second` leaves out starting and validating.
+    """
+    journals = read(run_dir / "journal") if journals is None else journals
+    timeline = merge(journals) if timeline is None else timeline
+    settings = read_settings(run_dir)
+    steps = valid_steps(journals)
+    workers = [j for j in journals if j.role == "worker"]
+    generations = sorted({j.generation for j in journals})
+    summary: dict[str, Any] = {
+        "status": status,
+        "cause": dict(cause) if cause else None,
+        "ended_by": ended_by,
+        "strategy": dict(strategy or {}),
+        "world": world if world is not None else len({j.rank for j in workers if j.generation ==
+        generations[-1]}), "generations": len(generations),
+        "steps": int(steps[-1, 0]) + 1 if len(steps) else 0,
+        "samples": int(steps[:, 3].sum()),
+        "loss": _loss(steps, whole_curves),
+        "metrics": _metrics(journals, whole_curves),
+        "seconds": _seconds(timeline),
+        "workers": _workers(timeline),
+        "bytes": _bytes(journals),
+        "samples_per_second": _speed(journals, timeline),
+        "peak_memory_bytes": _memory(journals),
+        "energy": _energy(journals),
+        "held_back": held_back(timeline, settings),
+        "checkpoints": _checkpoints(journals),
+        "failures": failures(journals),
+        "notes": notes(journals),
+        "not_measured": _not_measured(journals, timeline),
+    }
+    clean: dict[str, Any] = _finite(summary)
+    return clean
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The run's job as plain values; empty if it cannot be read, which only costs some advice."""
+    try:
+        return tomllib.loads((run_dir / "job.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+
+
+# -- what was learnt -----------------------------------------------------------------------------------------
+
+
+def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
+    """The steps that led to the model as it is, in order: shape [steps, 5]. What an earlier generation did
+    beyond the step at which a later one went on was lost, and is left out."""
+    parts: list[Floats] = []
+    limit = math.inf
+    for generation in sorted({j.generation for j in journals}, reverse=True):
+        rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
+        if not rows:
+            continue
+        mine = np.concatenate(rows)
+        _, first = np.unique(mine[:, 0], return_index=True)
+        mine = mine[first]
+        mine = mine[mine[:, 0] < limit]
+        if len(mine):
+            limit = float(mine[0, 0])
+            parts.append(mine)
+    return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def validations(journals: Sequence[ProcessJournal]) -> list[tuple[int, dict[str, Any], float]]:
+    """The validations that hold, in order: steps done before it, metrics, seconds since the epoch."""
+    begins = {}
+    for journal in journals:
+        if len(journal.steps):
+            first = int(journal.steps[0, 0])
+            begins[journal.generation] = min(first, begins.get(journal.generation, first))
+    found: dict[int, tuple[int, dict[str, Any], float]] = {}
+    for journal in sorted(journals, key=lambda j: j.generation):
+        lost_from = min((first for g, first in begins.items() if g > journal.generation), default=math.inf)
+        for event in journal.events:
+            step, metrics = event.get("step"), event.get("metrics")
+            if event["name"] != "validation" or type(step) is not int or not isinstance(metrics, dict):
+                continue
+            if step <= lost_from:
+                found[step] = (step, metrics, _wall(event))
+    return [found[step] for step in sorted(found)]
+
+
+def thin(points: list[list[Any]], limit: int = CURVE_POINTS) -> tuple[list[list[Any]], int]:
+    """At most `limit` of the points, evenly, the first and last among them; and the stride."""
+    if len(points) <= limit:
+        return points, 1
+    stride = math.ceil((len(points) - 1) / (limit - 1))
+    kept = points[::stride]
+    if kept[-1] is not points[-1]:
+        kept.append(points[-1])
+    return kept, stride
+
+
+def _loss(steps: Floats, whole: bool) -> dict[str, Any]:
+    curve: list[list[Any]] = [[int(step), loss] for step, loss in steps[:, :2].tolist()]
+    first, last = (curve[0][1], curve[-1][1]) if curve else (None, None)
+    kept, stride = (curve, 1) if whole else thin(curve)
+    return {"first": first, "last": last, "curve": kept, "curve_stride": stride}
+
+
+def _metrics(journals: Sequence[ProcessJournal], whole: bool) -> dict[str, Any]:
+    curves: dict[str, list[list[Any]]] = {}
+    last: dict[str, Any] = {}
+    for step, metrics, _ in validations(journals):
+        for name, value in metrics.items():
+            last[name] = value
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                curves.setdefault(name, []).append([step, value])
+    result = {}
+    for name, value in last.items():
+        curve = curves.get(name, [])
+        kept, stride = (curve, 1) if whole else thin(curve)
+        result[name] = {
+            "last": value,
+            "best": best(name, (v for _, v in curve)),
+            "better": "larger" if larger_is_better(name) else "smaller",
+            "curve": kept,
+            "curve_stride": stride,
+        }
+        if not curve:  # a confusion matrix and the like
+            del result[name]["better"]
+    return result
+
+
+# -- what it cost --------------------------------------------------------------------------------------------
+
+
+def _seconds(timeline: Timeline) -> dict[str, float | None]:
+    seconds: dict[str, float | None] = {k: round(v, 6) for k, v in timeline.seconds.items()}
+    if not timeline.wait_measured:
+        seconds["wait"] = None
+    return seconds
+
+
+def _workers(timeline: Timeline) -> list[dict[str, Any]]:
+    return [
+        {
+            "island": island,
+            "rank": rank,
+            "steps": int(sums["steps"]),
+            "seconds": {kind: round(sums[kind], 6) for kind in ("total", *KINDS)},
+            "others_waited": round(timeline.caused[island, rank], 6) if timeline.wait_measured else None,
+        }
+        for (island, rank), sums in timeline.workers.items()
+    ]
+
+
+def _bytes(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
+    per_process: dict[str, dict[str, Any]] = {}
+    for journal in journals:
+        if journal.links is None:
+            continue
+        mine = per_process.setdefault(journal.name, {"sent": 0, "received": 0, "peers": {}})
+        for peer, (sent, received) in journal.links.items():
+            mine["sent"] += sent
+            mine["received"] += received
+            before = mine["peers"].setdefault(peer, [0, 0])
+            mine["peers"][peer] = [before[0] + sent, before[1] + received]
+    measured = bool(per_process)
+    return {
+        "sent": sum(p["sent"] for p in per_process.values()) if measured else None,
+        "received": sum(p["received"] for p in per_process.values()) if measured else None,
+        "how": _HOW if measured else "not measured",
+        "per_process": per_process,
+    }
+
+
+def _speed(journals: Sequence[ProcessJournal], timeline: Timeline) -> float | None:
+    seconds = timeline.seconds
+    steady = seconds["total"] - seconds["start"] - seconds["validate"]
+    samples = sum(float(j.steps[:, 3].sum()) for j in journals)  # also of steps that were lost: they were
+    work return round(samples / steady, 3) if steady > 0 and samples else None
+
+
+def _memory(journals: Sequence[ProcessJournal]) -> dict[str, int | None]:
+    peaks: dict[str, int | None] = {}
+    for journal in journals:
+        if journal.role == "worker" or journal.peak_bytes is not None:
+            known = [p for p in (peaks.get(journal.name), journal.peak_bytes) if p is not None]
+            peaks[journal.name] = max(known, default=None)
+    return peaks
+
+
+def _energy(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
+    measured = [j.joules for j in journals if j.joules is not None]
+    if not measured:
+        return {"joules": None, "how": NOT_MEASURED}
+    return {"joules": sum(value for value, _ in measured), "how": "; ".join(sorted({how for _, how in
+    measured}))}
+
+
+# -- what happened -------------------------------------------------------------------------------------------
+
+
+def events(journals: Sequence[ProcessJournal], name: str) -> list[tuple[ProcessJournal, dict[str, Any]]]:
+    """All events of a name with who wrote them, in the order of their time."""
+    found = [(j, event) for j in journals for event in j.events if event["name"] == name]
+    return sorted(found, key=lambda pair: _wall(pair[1]))
+
+
+def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[dict[str, Any]]:
+    """The failures of all generations, in the order of their time; with tracebacks if asked for."""
+    result = []
+    for journal, event in events(journals, "failure"):
+        error = event.get("error")
+        failure = {
+            "process": str(event.get("process", journal.name)),
+            "generation": journal.generation,
+            "time": _wall(event),
+            "error": error if isinstance(error, dict) else {"what": str(error)},
+            "secondary": bool(event.get("secondary", False)),
+        }
+        if traces and event.get("trace"):
+            failure["trace"] = str(event["trace"])[-_TRACE_LIMIT:]
+        result.append(failure)
+    for journal, event in events(journals, "checkpoint_failed"):
+        failure = {
+            "process": journal.name,
+            "generation": journal.generation,
+            "time": _wall(event),
+            "error": {"what": f"the checkpoint of step {event.get('step')} failed: {event.get('failure')}"},
+            "secondary": False,
+        }
+        result.append(failure)
+    return sorted(result, key=lambda f: float(f["time"]))
+
+
+def notes(journals: Sequence[ProcessJournal]) -> list[str]:
+    """What processes noted for the report, each text once."""
+    return list(dict.fromkeys(str(event.get("text", "")) for _, event in events(journals, "note")))
+
+
+def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
+    saved = [event for _, event in events(journals, "checkpoint")]
+    return {
+        "saved": len(saved),
+        "failed": len(events(journals, "checkpoint_failed")),
+        "last_step": saved[-1].get("step") if saved else None,
+        "last_bytes": saved[-1].get("bytes") if saved else None,
+    }
+
+
+def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> list[str]:
+    """What the numbers do not say, in sentences."""
+    found = []
+    workers = [j for j in journals if j.role == "worker"]
+    if not workers:
+        return ["Seconds, bytes and memory: no worker's journal was found."]
+    if not timeline.wait_measured:
+        found.append(
+            "Waiting: the workers' hosts have clocks of their own; it is contained in the seconds
+            communicating."
+        )
+    if missing := [j.name for j in workers if j.links is None]:
+        found.append(f"Bytes of {_names(missing)}: the kernel's counters were not read.")
+    if missing := [j.name for j in workers if j.peak_bytes is None]:
+        found.append(f"Memory of {_names(missing)}.")
+    if not any(j.joules for j in journals):
+        found.append("Energy: no readable counter, or none was read.")
+    if timeline.estimated:
+        found.append(
+            "Seconds are an estimate: a journal reached its limit (`observe.journal_mb`), after which only
+            some of " "the steps were recorded; the others count as being like them."
+        )
+    blocked = sum(life.seconds["wait"] + life.seconds["communicate"] for life in timeline.lives)
+    if timeline.unsplit > 0.01 * max(blocked, 1e-9):
+        share = 100 * min(timeline.unsplit / max(blocked, 1e-9), 1.0)
+        found.append(
+            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating,
+            since " "not all workers recorded them; it counts as communicating."
+        )
+    if open_ := [j.name for j in workers if not j.ended]:
+        found.append(f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs
+        on).")
+    if torn := [j.name for j in journals if j.damaged > (0 if j.ended else 1)]:
+        found.append(f"Some lines of the journal of {_names(torn)} could not be read.")
+    if large := [j.name for j in journals if j.truncated]:
+        found.append(f"The rest of the journal of {_names(large)}: the file is larger than what is read.")
+    if lost := sum(int(event.get("lines", 0)) for _, event in events(journals, "dropped")):
+        found.append(f"{lost} lines of the journals could not be written (no space left?).")
+    return found
+
+
+def _names(names: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(names))
+    return ", ".join(unique[:4]) + (f" and {len(unique) - 4} more" if len(unique) > 4 else "")
+
+
+def _wall(event: Mapping[str, Any]) -> float:
+    wall = event.get("wall")
+    return float(wall) if isinstance(wall, (int, float)) and not isinstance(wall, bool) else 0.0
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as None: JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value

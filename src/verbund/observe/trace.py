@@ -1,0 +1,98 @@
+"""A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing. No torch.
+
+The format is Google's Trace Event Format (JSON object form): one process per worker and generation, one row
+per kind of span, complete events (`ph` X), times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from verbund.errors import InputError
+from verbund.observe.journal import Ints, read
+from verbund.observe.timeline import PRIORITY, Life, merge
+
+EVENTS = 500_000
+_ROWS = ("start", "data", "compute", "wait", "communicate", "validate", "checkpoint")
+
+
+def write_trace(run_dir: Path, target: Path, *, limit: int = EVENTS) -> Path:
+    """Writes the spans of all workers to `target`.
+
+    Args:
+        run_dir: the run.
+        target: the file to write; it is replaced whole.
+        limit: most spans written. Of a longer run the first and the last steps are kept, and `otherData` says
+            so.
+
+    Raises:
+        InputError: if the run has no journal, or the file cannot be written.
+    """
+    timeline = merge(read(run_dir / "journal"))
+    if not timeline.lives:
+        raise InputError("has no worker's journal", where=str(run_dir), fix="Name the directory of a run")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            _write(file, timeline.lives, limit)
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"cannot be written: {error.strerror or error}", where=str(target)) from None
+    return target
+
+
+def _write(file: TextIO, lives: list[Life], limit: int) -> None:
+    origin = min(life.journal.begin for life in lives)
+    share = max(limit // (len(lives) * len(_ROWS)), 2)
+    shortened = [life.journal.name for life in lives if any(len(life.intervals[k]) > share for k in PRIORITY)]
+    file.write('{"displayTimeUnit":"ms","otherData":')
+    json.dump({"shortened": ", ".join(shortened) or "no"}, file)
+    file.write(',"traceEvents":[')
+    separator = "\n"
+    for pid, life in enumerate(lives, 1):
+        for event in (*_names(pid, life), *_spans(pid, life, origin, share)):
+            file.write(separator)
+            json.dump(event, file, separators=(",", ":"))
+            separator = ",\n"
+    file.write("\n]}\n")
+
+
+def _names(pid: int, life: Life) -> Iterator[dict[str, Any]]:
+    journal = life.journal
+    name = f"{journal.name}, generation {journal.generation} ({journal.host}, pid {journal.pid})"
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for tid, kind in enumerate(_ROWS, 1):
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": kind}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _spans(pid: int, life: Life, origin: int, share: int) -> Iterator[dict[str, Any]]:
+    for tid, kind in enumerate(_ROWS, 1):
+        for step, start, end in _ends(life.intervals[kind], share).tolist():
+            yield {
+                "ph": "X",
+                "name": kind,
+                "cat": kind,
+                "pid": pid,
+                "tid": tid,
+                "ts": (start - origin) / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": {"step": step},
+            }
+
+
+def _ends(rows: Ints, share: int) -> Ints:
+    """The first and last rows in time, `share` at most."""
+    rows = rows[np.argsort(rows[:, 1], kind="stable")]
+    if len(rows) <= share:
+        return rows
+    half = share // 2
+    return np.concatenate((rows[:half], rows[len(rows) - (share - half) :]))

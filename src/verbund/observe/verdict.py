@@ -1,0 +1,157 @@
+"""What held a run back, in words: sentences from the timeline, the weightiest first. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbund.observe.progress import duration
+from verbund.observe.timeline import Timeline, Who
+
+_DOING = {
+    "compute": "computing",
+    "data": "waiting for data",
+    "checkpoint": "saving checkpoints",
+    "validate": "validating",
+    "start": "starting",
+    "idle": "doing what no span describes",
+    "communicate": "communicating",
+}
+_NOTABLE = {"wait": 0.05, "data": 0.05, "communicate": 0.1, "checkpoint": 0.05, "validate": 0.2, "start": 0.2,
+            "idle": 0.1}  # fmt: skip
+
+
+def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
+    """Sentences on where the workers' time went that was not computing, the largest share first, each with
+    what to do about it.
+
+    Args:
+        timeline: the run's.
+        settings: the run's job as plain values; defaults are taken where it says nothing.
+    """
+    seconds = timeline.seconds
+    total = seconds["total"]
+    if not timeline.lives or total <= 0:
+        return ["No worker's journal was found: where the time went was not measured."]
+    shares = {kind: seconds[kind] / total for kind in ("compute", *_NOTABLE)}
+    found = [(share, kind) for kind, share in shares.items() if kind in _NOTABLE and share >= _NOTABLE[kind]]
+    several = len(timeline.workers) > 1
+    sentences = [_sentence(kind, share, timeline, settings) for share, kind in sorted(found, reverse=True)]
+    busy = shares["compute"] / max(1.0 - shares["start"], 1e-9)
+    if busy >= 0.85:
+        gain = "nothing to gain from the network or the data" if several else "more workers, or fewer
+        computations" after = " after the start" if "start" in {kind for _, kind in found} else ""
+        sentences.append(
+            f"Computing is {_percent(busy)} of the workers' time{after}: "
+            + (f"{gain}." if several else f"only {gain} would make the run shorter.")
+        )
+    elif not sentences:
+        sentences.append(
+            f"Nothing stands out: {_percent(shares['compute'])} of the workers' time went into computing, and
+            no " "other kind took a notable share."
+        )
+    return sentences
+
+
+def _sentence(kind: str, share: float, timeline: Timeline, settings: Mapping[str, Any]) -> str:
+    of = f"{_percent(share)} of the workers' time went into"
+    if kind == "wait":
+        return f"{of} {_waiting(timeline)}"
+    if kind == "data":
+        return f"{of} waiting for data: {_data_advice(settings)}."
+    if kind == "communicate":
+        return f"{of} {_communicating(timeline)}"
+    if kind == "checkpoint":
+        every = _get(settings, "checkpoint", "every", "epoch")
+        return f"{of} saving checkpoints: raise `checkpoint.every` (now {every})."
+    if kind == "validate":
+        every = _get(settings, "validate", "every", "epoch")
+        return f"{of} validating: raise `validate.every` (now {every})."
+    if kind == "start":
+        long = duration(timeline.seconds["start"])
+        return f"{of} starting ({long} until the first step): the run is short, a longer one starts no
+        slower."
+    return f"{of} what no span describes: time between the steps, or a machine shared with others."
+
+
+def _waiting(timeline: Timeline) -> str:
+    caused = {who: seconds for who, seconds in timeline.caused.items() if seconds > 0}
+    total = sum(caused.values())
+    many = len(timeline.workers)
+    if not caused:
+        return "waiting for one another."
+    who = max(caused, key=lambda w: caused[w])
+    share = caused[who] / total
+    if many > 2 and share < 1.5 / many or many == 2 and share < 0.6:
+        return (
+            f"waiting for one another, for no worker in particular ({name(who)} came last for
+            {_percent(share)} of " "it): the steps take uneven times. Are there fewer cores than workers and
+            their threads?"
+        )
+    mostly = "" if share > 0.95 else f" for {_percent(share)} of it"
+    return f"waiting{mostly and ', '}{mostly.strip()}{mostly and ','} for {name(who)}{_excess(timeline,
+    who)}."
+
+
+def _excess(timeline: Timeline, who: Who) -> str:
+    """On what the worker spent more than the others, per 100 steps."""
+    workers = timeline.workers
+    mine = workers[who]
+    others = [seconds for other, seconds in workers.items() if other != who and seconds["steps"]]
+    if not others or not mine["steps"]:
+        return ""
+    more = {
+        kind: 100 * (mine[kind] / mine["steps"] - sum(o[kind] / o["steps"] for o in others) / len(others))
+        for kind in _DOING
+        if kind not in ("communicate", "start")
+    }
+    kind = max(more, key=lambda k: more[k])
+    if more[kind] <= 0:
+        return ""
+    return f", which spent {_seconds(more[kind])} more per 100 steps {_DOING[kind]}"
+
+
+def _communicating(timeline: Timeline) -> str:
+    seconds = timeline.seconds
+    steps = max((w["steps"] for w in timeline.workers.values()), default=0.0)
+    each = f" ({_seconds(seconds['communicate'] / steps)} a step)" if steps else ""
+    if not timeline.wait_measured:
+        return (
+            f"communicating and waiting{each}; the two cannot be told apart here, since the workers' hosts
+            have " "clocks of their own."
+        )
+    return (
+        f"communicating{each}: a larger `train.global_batch` or fewer workers make it a smaller share, a
+        faster " "network a shorter one."
+    )
+
+
+def _data_advice(settings: Mapping[str, Any]) -> str:
+    loaders = _get(settings, "data", "loaders", 0)
+    if not loaders:
+        return "set `data.loaders` (now 0: one thread of the worker reads ahead)"
+    prefetch = _get(settings, "data", "prefetch", 2)
+    return f"raise `data.loaders` (now {loaders}) or `data.prefetch` (now {prefetch})"
+
+
+def name(who: Who) -> str:
+    """`worker 1`, or with its island where there are several."""
+    island, rank = who
+    return f"worker {rank}" if island == 0 else f"worker {rank} of island {island}"
+
+
+def _get(settings: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+    inner = settings.get(section)
+    return inner.get(key, default) if isinstance(inner, Mapping) else default
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"
+
+
+def _seconds(value: float) -> str:
+    if value >= 10:
+        return f"{value:.0f} s"
+    if value >= 0.1:
+        return f"{value:.1f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-4 else f"{value * 1e6:.0f} µs"
