@@ -1,12 +1,12 @@
-"""Optimisers by name, their parameter groups, the moving average of the weights, and the fp16 loss scale."""
+"""Optimisers by name, their parameter groups, and the loss scale of fp16."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -135,66 +135,6 @@ def without_dynamo() -> None:
             setattr(kind, "step", _plain_step(step, wrapped))  # noqa: B010 (mypy refuses assigning a method)
 
 
-class ExponentialMovingAverage:
-    """Averages of parameters: after each step, average = decay * average + (1 - decay) * parameter.
-
-    Args:
-        parameters: of the model, by name; those that are trained and of floating-point type are averaged.
-        decay: share of the old average that stays, between 0 and 1.
-    """
-
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
-        chosen = {
-            id(parameter): (name, parameter)
-            for name, parameter in parameters
-            if parameter.requires_grad and parameter.is_floating_point()
-        }
-        self._names = [name for name, _ in chosen.values()]
-        self._live = [parameter for _, parameter in chosen.values()]
-        self._averages = [parameter.detach().clone() for parameter in self._live]
-        self._decay = decay
-        self._is_swapped = False
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Takes the parameters as they are into the averages; to be called after each optimiser step."""
-        self._refuse_swapped()
-        torch._foreach_lerp_(self._averages, list(self._live), 1.0 - self._decay)
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Within it the model has the averages as its parameters, as for validation.
-
-        Values are exchanged tensor by tensor, in place, so that views of the parameters stay valid and no
-        second copy of the model is needed.
-        """
-        self._refuse_swapped()
-        self._exchange()
-        self._is_swapped = True
-        try:
-            yield
-        finally:
-            self._exchange()
-            self._is_swapped = False
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The averages by the names of their parameters, for a checkpoint; copy into them to restore."""
-        self._refuse_swapped()
-        return dict(zip(self._names, self._averages, strict=True))
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for live, average in zip(self._live, self._averages, strict=True):
-            kept = live.clone()
-            live.copy_(average)
-            average.copy_(kept)
-
-    def _refuse_swapped(self) -> None:
-        if self._is_swapped:
-            raise RuntimeError("the averages are in the model at present")
-
-
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius and others, 2018).
 
@@ -208,13 +148,16 @@ class LossScale:
         self.scale = float(scale)
         self._good_steps = 0
 
-    def update(self, finite: bool) -> bool:
-        """Takes note of a step's gradients and returns whether the step may be taken, which is `finite`.
+    def update(self, norm: float) -> bool:
+        """Takes note of the global norm of a step's gradients.
+
+        Returns:
+            Whether it is finite, so that the step may be taken.
 
         Raises:
             RunFailed: if gradients overflow at every scale, so that fp16 is not the cause.
         """
-        if finite:
+        if math.isfinite(norm):
             self._good_steps += 1
             if self._good_steps >= _GROWTH_STEPS:
                 self.scale = min(self.scale * 2.0, _HIGHEST_SCALE)
