@@ -64,8 +64,10 @@ def summarise(
         "cause": dict(cause) if cause else None,
         "ended_by": ended_by,
         "strategy": dict(strategy or {}),
-        "world": world if world is not None else len({j.rank for j in workers if j.generation ==
-        generations[-1]}), "generations": len(generations),
+        "world": world
+        if world is not None
+        else len({j.rank for j in workers if j.generation == generations[-1]}),
+        "generations": len(generations),
         "steps": int(steps[-1, 0]) + 1 if len(steps) else 0,
         "samples": int(steps[:, 3].sum()),
         "loss": _loss(steps, whole_curves),
@@ -223,8 +225,8 @@ def _bytes(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
 def _speed(journals: Sequence[ProcessJournal], timeline: Timeline) -> float | None:
     seconds = timeline.seconds
     steady = seconds["total"] - seconds["start"] - seconds["validate"]
-    samples = sum(float(j.steps[:, 3].sum()) for j in journals)  # also of steps that were lost: they were
-    work return round(samples / steady, 3) if steady > 0 and samples else None
+    samples = sum(float(j.steps[:, 3].sum()) for j in journals)  # also of lost steps: they were work
+    return round(samples / steady, 3) if steady > 0 and samples else None
 
 
 def _memory(journals: Sequence[ProcessJournal]) -> dict[str, int | None]:
@@ -240,8 +242,10 @@ def _energy(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     measured = [j.joules for j in journals if j.joules is not None]
     if not measured:
         return {"joules": None, "how": NOT_MEASURED}
-    return {"joules": sum(value for value, _ in measured), "how": "; ".join(sorted({how for _, how in
-    measured}))}
+    return {
+        "joules": sum(value for value, _ in measured),
+        "how": "; ".join(sorted({how for _, how in measured})),
+    }
 
 
 # -- what happened -------------------------------------------------------------------------------------------
@@ -303,8 +307,7 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
         return ["Seconds, bytes and memory: no worker's journal was found."]
     if not timeline.wait_measured:
         found.append(
-            "Waiting: the workers' hosts have clocks of their own; it is contained in the seconds
-            communicating."
+            "Waiting: the workers' hosts have clocks of their own; it is contained in the seconds communicating."
         )
     if missing := [j.name for j in workers if j.links is None]:
         found.append(f"Bytes of {_names(missing)}: the kernel's counters were not read.")
@@ -314,19 +317,20 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
         found.append("Energy: no readable counter, or none was read.")
     if timeline.estimated:
         found.append(
-            "Seconds are an estimate: a journal reached its limit (`observe.journal_mb`), after which only
-            some of " "the steps were recorded; the others count as being like them."
+            "Seconds are an estimate: a journal reached its limit (`observe.journal_mb`), after which only some of "
+            "the steps were recorded; the others count as being like them."
         )
     blocked = sum(life.seconds["wait"] + life.seconds["communicate"] for life in timeline.lives)
     if timeline.unsplit > 0.01 * max(blocked, 1e-9):
         share = 100 * min(timeline.unsplit / max(blocked, 1e-9), 1.0)
         found.append(
-            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating,
-            since " "not all workers recorded them; it counts as communicating."
+            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating, since "
+            "not all workers recorded them; it counts as communicating."
         )
     if open_ := [j.name for j in workers if not j.ended]:
-        found.append(f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs
-        on).")
+        found.append(
+            f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs on)."
+        )
     if torn := [j.name for j in journals if j.damaged > (0 if j.ended else 1)]:
         found.append(f"Some lines of the journal of {_names(torn)} could not be read.")
     if large := [j.name for j in journals if j.truncated]:
