@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verbund import objectives
 from verbund.checkpoint.piece import Piece
+from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.errors import RunFailed, TaskError, VerbundError
+from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
@@ -120,13 +122,14 @@ class Replica:
             start = clock()
             journal.add("data", step, before, start)
             sums = self._forward(batch, step)
-            total = sums.total.sum()
+            total = sums.total.detach().sum()
             if index == count - 1 and not self.joins_forward:
                 # Collectives of the backward pass itself must not change places with those of the buckets.
                 self._sums.overlap()
-            (total * scale).backward()
+            # The gradient of the sum, without a node for the sum itself.
+            sums.total.backward(torch.full_like(sums.total, scale))
             self.buffers.add(0 if batch.phantom else len(batch.ids))
-            loss = loss + total.detach()
+            loss = loss + total
             weight += float(sums.weight.sum())
             if index < count - 1:
                 journal.add("compute", step, start, clock())
@@ -171,23 +174,25 @@ class Replica:
         self.model.train()
         self._sums.begin()
         self.buffers.begin(first=True)
-        (self._forward(batch, 0).total.sum() / size).backward()
+        total = self._forward(batch, 0).total
+        total.backward(torch.full_like(total, 1.0 / size))
         self.optimizer.step()
 
     def _forward(self, batch: Batch, step: int) -> Sums:
         phantom = batch.phantom
         if self._synchronised is not None:
             self._synchronised.set_weights(torch.zeros(len(batch.ids), device=self.device) if phantom else None)
+        output = targets = None
         try:
             columns = self._placed(batch.columns)
             inputs, targets = self.task.inputs(columns), self.task.targets(columns)
             with self.randomness.active(step, torch.from_numpy(batch.ids)), self._autocast():
                 output = call(self._call, inputs)
                 sums = self.task.loss(output, targets)
-        except VerbundError:
-            raise
+        except VerbundError as error:
+            raise self._bad_target(output, targets, batch) or error from None
         except Exception as error:
-            raise self._explained(error, batch, step) from error
+            raise self._bad_target(output, targets, batch) or self._explained(error, batch, step) from error
         if len(sums.total) != len(batch.ids):
             raise TaskError(
                 f"the loss has {len(sums.total)} values for a batch of {len(batch.ids)} samples",
@@ -196,21 +201,20 @@ class Replica:
             )
         return Sums(sums.total * 0.0, sums.weight * 0.0) if phantom else sums
 
-    def _explained(self, error: Exception, batch: Batch, step: int) -> Exception:
-        """The user's exception, with the samples it happened on."""
-        from verbund.cluster.worker import describe
+    def _bad_target(self, output: Any, targets: Any, batch: Batch) -> DataError | None:
+        """What is wrong with the data, if that is why the loss could not be computed."""
+        if self.train.objective is None or targets is None:
+            return None
+        found = objectives.check_targets(self.train.objective, targets, output, torch.from_numpy(batch.ids))
+        return DataError(found, where="data.target") if found else None
 
+    def _explained(self, error: Exception, batch: Batch, step: int) -> RunFailed:
+        """The user's exception, with the samples it happened on."""
         described = describe(error)["error"]
         ids = batch.ids
         few = ", ".join(map(str, ids[:4].tolist())) + (f", … {ids[-1]}" if len(ids) > 4 else "")
-        hint = None
-        if self.train.objective is not None:
-            from verbund import objectives
-
-            columns = self._placed(batch.columns)
-            hint = objectives.check_targets(self.train.objective, self.task.targets(columns), None, ids)
         return RunFailed(
-            f"{described['what']} (step {step}, samples {few})", where=described["where"], fix=hint or described["fix"]
+            f"{described['what']} (step {step}, samples {few})", where=described["where"], fix=described["fix"]
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
