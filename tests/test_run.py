@@ -213,16 +213,14 @@ import os, sys, time
 from pathlib import Path
 from verbund.run import Run
 with Run(Path(sys.argv[1])).lock():
-    if sys.argv[2] == "fork" and (child := os.fork()):
-        print(child, flush=True)
-    else:
-        print(os.getpid(), flush=True)
+    if sys.argv[2] == "alone" or os.fork() == 0:
+        os.write(1, f"{os.getpid()}\n".encode())
     time.sleep(60)
 """
 
 
 def hold(run: Run, how: str) -> tuple[subprocess.Popen[str], int]:
-    """A process that holds the run's lock, and the number it printed."""
+    """A process that holds the run's lock; and its number, or that of the child it forked inside."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path), how], stdout=subprocess.PIPE, text=True
     )
