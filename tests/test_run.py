@@ -214,7 +214,7 @@ from pathlib import Path
 from verbund.run import Run
 with Run(Path(sys.argv[1])).lock():
     if sys.argv[2] == "alone" or os.fork() == 0:
-        os.write(1, f"{os.getpid()}\n".encode())
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 

@@ -195,6 +195,18 @@ def test_damage_is_named_and_the_former_one_taken(tmp_path: Path, damage: Callab
     assert str(newer) in str(caught.value)
 
 
+def test_a_link_of_the_right_size_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    shard = path / "part-00000-0.safetensors"
+    shard.rename(path / ("x" * 200))
+    shard.symlink_to("x" * 200)
+    raw = json.loads((path / MANIFEST).read_bytes())
+    raw["files"][shard.name]["bytes"] = 200  # what lstat says of the link
+    forge(path, raw)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        Manifest.open(path, verify=False)
+
+
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
 

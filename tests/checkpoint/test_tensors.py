@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import tempfile
 import threading
 from pathlib import Path
@@ -106,6 +108,18 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
     assert {key.removeprefix("buffers/") for key in found} == set(tensors)
     for name, values in tensors.items():
         assert same(found[f"buffers/{name}"], values)
+
+
+def test_every_tensor_is_aligned_in_its_file(tmp_path: Path) -> None:
+    pieces = [
+        Piece.whole("buffers", name, random_tensor((3, 5), getattr(torch, name), seed=1)) for name in DTYPES
+    ]
+    write_part(tmp_path, 0, pieces)
+    raw = (tmp_path / "part-00000-0.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    assert size % 8 == 0
+    for key, described in json.loads(raw[8 : 8 + size]).items():
+        assert described["data_offsets"][0] % DTYPES[key.removeprefix("buffers/")][1] == 0
 
 
 def test_a_parameter_that_wants_gradients_is_filled(tmp_path: Path) -> None:
