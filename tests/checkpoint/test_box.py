@@ -41,7 +41,7 @@ def shape_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(cells))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(shape_and_boxes())
 def test_cover_is_what_counting_says(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = case
@@ -52,7 +52,7 @@ def test_cover_is_what_counting_says(case: tuple[tuple[int, ...], list[Box]]) ->
     assert (uncovered(shape, boxes) is None) == exact
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_overlap_is_the_common_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes)

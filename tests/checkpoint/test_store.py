@@ -210,7 +210,7 @@ def test_a_link_of_the_right_size_is_refused(tmp_path: Path) -> None:
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = save(tmp_path, 10)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.data())
     def flip(data: st.DataObject) -> None:
         file = path / data.draw(st.sampled_from(names(path)))
@@ -340,7 +340,7 @@ def test_any_change_of_a_manifest_opens_or_is_an_error_of_ours(tmp_path: Path) -
         )
         return [place for key, inner in items for place in ((value, key), *places(inner))]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.data())
     def change(data: st.DataObject) -> None:
         raw = copy.deepcopy(whole)

@@ -53,7 +53,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     return draw(st.permutations(boxes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_box_of_any_cut_is_read_back(data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, 3))

@@ -132,14 +132,14 @@ def test_views_arrive_as_their_values(dtype: str, seed: int) -> None:
         assert found[name].flags.writeable
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes(content: bytes) -> None:
     with pytest.raises(WireError):
         decode(content)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=120), st.binary(max_size=40))
 def test_random_header_in_a_sound_frame(header: bytes, body: bytes) -> None:
     with pytest.raises(WireError):
@@ -167,7 +167,7 @@ def test_every_flipped_bit() -> None:
                 decode(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.fixed_dictionaries(
         {},
