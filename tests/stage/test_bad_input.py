@@ -85,7 +85,7 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"data.target": "yy"}, ["`yy`"]),
         ({"train.optimizer.name": "adamm"}, ["adamm", "dam"]),
         ({"train.optimizer.weight_decai": 0.1}, ["weight_decai", "weight_decay"]),
-        ({"train.optimizer.name": "lbfgs"}, ["LBFGS"]),
+        ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),
         ({"train.optimizer.groups": [{"match": "*.weihgt", "lr": 0.1}]}, ["*.weihgt"]),
         ({"validate.metrics": ["acuracy"]}, ["acuracy", "accuracy"]),
         ({"train.schedule.name": "cosine", "train.steps": None, "train.seconds": 5.0}, ["schedule"]),

@@ -20,7 +20,7 @@ DROPOUT = """
 from torch import nn
 
 def model():
-    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 5))
+    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 5))
 """
 SETTINGS: dict[str, Any] = {
     "train.steps": 24,

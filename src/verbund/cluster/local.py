@@ -36,7 +36,13 @@ class LocalCluster:
         self._ended: list[Exit] = []
         command = [sys.executable, "-P", "-m", "verbund.cluster.warm", str(self.meeting.folder), str(orphan_grace)]
         # numpy's BLAS would start a thread per core when it is imported, and a server with threads cannot be forked.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        # OpenMP's threads spin while they wait, which brings work to a halt as soon as somebody else needs a core.
+        environment = {
+            "GOMP_SPINCOUNT": "2000",
+            **os.environ,
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
         self._server = subprocess.Popen(
             [*command, *PRELOAD], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
         )

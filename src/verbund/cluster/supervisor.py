@@ -46,6 +46,7 @@ class _Watched:
     result: dict[str, Any] | None = None
     exit: Exit | None = None
     failed: bool = False
+    connected: bool = True
 
 
 class Failed(Exception):
@@ -120,7 +121,7 @@ class Supervisor:
             for key, _ in selector.select(_TICK):
                 if key.data is None:
                     self._exits(selector)
-                else:
+                elif key.data.connected:
                     self._receive(key.data, selector)
             if self._interrupts and not self._stop_sent:
                 self._stop_sent = True
@@ -144,6 +145,7 @@ class Supervisor:
             message = watched.process.connection.receive(self._limits.lost_after)
         except WireError:
             selector.unregister(watched.process.connection)  # its exit tells the rest
+            watched.connected = False
             return
         watched.heard = time.monotonic()
         if message.kind == "beat":
@@ -173,12 +175,8 @@ class Supervisor:
             watched = self._watched.get(ended.pid)
             if watched is None:
                 continue
-            while watched.process.connection.ready():  # what it said last counts before that it ended
-                try:
-                    selector.get_key(watched.process.connection)
-                except KeyError:
-                    break
-                self._receive(watched, selector)
+            while watched.connected and watched.process.connection.ready():
+                self._receive(watched, selector)  # what it said last counts before that it ended
             watched.exit = ended
             if watched.result is None and not watched.failed and not self._ended_by_us():
                 self._fail(watched, self._death(watched, ended), secondary=False)

@@ -78,7 +78,7 @@ def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple
     replica = Replica(task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
     notes = _notes(job, replica, order)
     size = order.size(0)
-    low, high = replica.division.micro_batches(size, 0)[0] if size else (0, 0)
+    low, high = next(part for rank in range(job.world) for part in replica.division.micro_batches(size, rank))
     ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
 
     loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
@@ -86,13 +86,6 @@ def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple
         replica.dry_step(next(iter(loader)), size)
     finally:
         loader.close()
-    for name, parameter in zip(replica.names, replica.parameters, strict=True):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise TaskError(
-                f"`{name}` has sparse gradients, which are not added up over workers",
-                where=str(task.file),
-                fix="Build the embedding with sparse=False",
-            )
     return replica, notes
 
 

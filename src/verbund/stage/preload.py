@@ -1,5 +1,6 @@
 """What workers need, imported once in the warm server so that every fork has it."""
 
+import numpy.random
 import torch.utils.checkpoint
 
 import verbund.stage.preflight
