@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
 from verbund.comm.rendezvous import Listener, Meeting
@@ -25,9 +25,10 @@ class LocalCluster:
 
     Args:
         orphan_grace: seconds within which all processes have ended after this one was lost.
+        preload: modules that the job needs besides, to be imported once.
     """
 
-    def __init__(self, orphan_grace: float = 30.0) -> None:
+    def __init__(self, orphan_grace: float = 30.0, preload: Sequence[str] = ()) -> None:
         self.meeting = Meeting.create()
         self._listener = Listener(self.meeting)
         self._warm: Connection | None = None
@@ -44,7 +45,7 @@ class LocalCluster:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._server = subprocess.Popen(
-            [*command, *PRELOAD], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            [*command, *PRELOAD, *preload], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
         )
 
     def start(self, specs: list[ProcessSpec], timeout: float = 60.0) -> list[Process]:

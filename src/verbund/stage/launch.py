@@ -206,7 +206,9 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(job.cluster.orphan_grace)
+    # torch's activation checkpointing and compiler need what takes a second to import.
+    heavy = ("torch._dynamo",) if job.train.compile or job.train.activation_checkpointing else ()
+    cluster = LocalCluster(job.cluster.orphan_grace, heavy)
     try:
         yield cluster
     finally:

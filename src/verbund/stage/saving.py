@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from verbund import checkpoint
@@ -41,8 +42,9 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
-        owned = owned_share(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world)
-        pieces = self._snapshot.take(owned)
+        pieces = self._snapshot.take(
+            shared(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world)
+        )
         self.last = step
         self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -88,17 +90,16 @@ class Saver:
         )
 
 
-def owned_share(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
-    """The replicated pieces that `rank` owns: runs of about equal bytes, and few files where there is little.
+def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
+    """Marks which of the replicated pieces `rank` owns: a run of about equal bytes, and few files where there is little.
 
     The same on every worker, so that each piece has exactly one owner.
     """
     total = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
     writers = min(world, max(1, total // _PART_BYTES))
-    owned = []
+    marked = []
     place = 0
     for piece in pieces:
-        if min(place * writers // max(total, 1), writers - 1) == rank:
-            owned.append(piece)
+        marked.append(replace(piece, owner=min(place * writers // max(total, 1), writers - 1) == rank))
         place += piece.values.numel() * piece.values.element_size()
-    return owned
+    return marked
