@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from verbund.comm.collectives import Group, Work
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
+# Large enough that a collective's latency does not count, small enough that most of a large model is under way before the
+# backward pass ends; measured on two cores with models of 1 to 80 MB.
+BUCKET_BYTES = 4 << 20
 _WEIGHT_UNIT = 4096.0
 _NUMBERS = 4  # loss, weight in units of 4096, rest of the weight, flag
 
@@ -157,13 +158,13 @@ class GradientSums:
 
     def _cut(self, tail: int) -> None:
         groups: list[list[nn.Parameter]] = [[]]
-        size, limit = 0, FIRST_BUCKET_BYTES
+        size = 0
         for parameter in reversed(self._parameters):
             bytes_ = parameter.numel() * parameter.element_size()
             last = groups[-1]
-            if last and (size + bytes_ > limit or parameter.dtype != last[0].dtype):
+            if last and (size + bytes_ > BUCKET_BYTES or parameter.dtype != last[0].dtype):
                 groups.append([])
-                size, limit = 0, BUCKET_BYTES
+                size = 0
             groups[-1].append(parameter)
             size += bytes_
         for index, parameters in enumerate(groups):
