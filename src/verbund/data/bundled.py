@@ -1,62 +1,47 @@
-"""The data sets that come with scikit-learn, by name (extra `sklearn`)."""
+"""The data sets that come with scikit-learn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
+from typing import Any
 
 import numpy as np
 
 from verbund.data.columns import Chunk
-from verbund.data.convert import Rows
+from verbund.data.tables import Rows
 from verbund.errors import DataError, nearest
 
-NAMES = ("digits", "iris", "wine", "breast_cancer", "diabetes")
+NAMES = ("breast_cancer", "diabetes", "digits", "iris", "wine")
 
 
-class BundledTable:
-    """`digits`: `image` [8, 8] of 0 to 16 as float32, and `label`. The others: `features` [k], each feature as a column
-    of its own, and `label` (classes, int64) or, for `diabetes`, `target` (float32).
+def read_bundled(name: str) -> Iterator[Rows]:
+    """One of scikit-learn's bundled sets.
+
+    digits has `image` (float32 [8, 8], 0 … 16) and `label`; the others have `features` (float32 [k]), each feature by
+    its name, and `label` (a class) or, for diabetes, `target` (a number).
 
     Raises:
-        DataError: if there is no such set, or scikit-learn is not installed.
+        DataError: for another name, or where scikit-learn is not installed.
     """
-
-    def __init__(self, name: str) -> None:
-        if name not in NAMES:
-            raise DataError(f"scikit-learn has no data set `{name}`", where="data", fix=nearest(name, NAMES))
-        self.files = [f"sklearn:{name}"]
-        self._name = name
-
-    def version(self) -> str:
-        """The installed scikit-learn's version, without importing it."""
-        try:
-            return metadata.version("scikit-learn")
-        except metadata.PackageNotFoundError:
-            raise DataError(
-                "scikit-learn is not installed", where=self.files[0], fix="pip install 'verbund[sklearn]'"
-            ) from None
-
-    def batches(self) -> Iterator[tuple[int, int, Rows]]:
-        self.version()
+    if name not in NAMES:
+        raise DataError(f"scikit-learn has no bundled set `{name}`", where="data.train", fix=nearest(name, NAMES))
+    try:
         from sklearn import datasets
-
-        bunch = getattr(datasets, f"load_{self._name}")()
-        rows: Rows = {}
-        if self._name == "digits":
-            rows["image"] = Chunk(bunch.images.astype(np.float32), "number")
-        else:
-            features = bunch.data.astype(np.float32)
-            rows["features"] = Chunk(features, "number")
-            for index, name in enumerate(bunch.feature_names):
-                rows[_plain(str(name))] = Chunk(features[:, index], "number")
-        if self._name == "diabetes":
-            rows["target"] = Chunk(bunch.target.astype(np.float32), "number")
-        else:
-            rows["label"] = Chunk(bunch.target.astype(np.int64), "number")
-        yield 0, len(bunch.target), rows
-
-
-def _plain(name: str) -> str:
-    """`sepal length (cm)` as `sepal_length_cm`."""
-    return "_".join("".join(c if c.isalnum() else " " for c in name).split())
+    except ImportError:
+        raise DataError(
+            "scikit-learn is not installed", where="data.train", fix="pip install 'verbund[sklearn]'"
+        ) from None
+    bunch: Any = getattr(datasets, f"load_{name}")()
+    target = np.asarray(bunch.target)
+    columns: dict[str, Any] = {}
+    if name == "digits":
+        columns["image"] = np.asarray(bunch.images, np.float32)
+    else:
+        columns["features"] = np.asarray(bunch.data, np.float32)
+        for index, feature in enumerate(bunch.feature_names):
+            columns[str(feature)] = np.asarray(bunch.data[:, index], np.float32)
+    if name == "diabetes":
+        columns["target"] = target.astype(np.float32)
+    else:
+        columns["label"] = target.astype(np.int64)
+    yield {column: Chunk(np.ascontiguousarray(values), "number") for column, values in columns.items()}
