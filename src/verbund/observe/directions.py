@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_SMALLER = frozenset(
-    (
-        "loss error err mae mse rmse mape msle perplexity ppl nll bce wer cer divergence distance deviance brier fid "
-        "regret hinge entropy"
-    ).split()
-)
-_LARGER = frozenset(
-    (
-        "accuracy acc top precision recall f1 fbeta auc auroc roc ap map r2 iou jaccard dice bleu rouge meteor ndcg mrr "
-        "mcc kappa specificity sensitivity correlation pearson spearman psnr ssim reward hit coverage"
-    ).split()
-)
+# fmt: off
+_SMALLER = frozenset((
+    "loss", "error", "err", "mae", "mse", "rmse", "mape", "msle", "perplexity", "ppl", "nll", "bce", "wer", "cer",
+    "divergence", "distance", "deviance", "brier", "fid", "regret", "hinge", "entropy",
+))
+_LARGER = frozenset((
+    "accuracy", "acc", "top", "precision", "recall", "f1", "fbeta", "auc", "auroc", "roc", "ap", "map", "r2", "iou",
+    "jaccard", "dice", "bleu", "rouge", "meteor", "ndcg", "mrr", "mcc", "kappa", "specificity", "sensitivity",
+    "correlation", "pearson", "spearman", "psnr", "ssim", "reward", "hit", "coverage",
+))
+# fmt: on
 
 
 def larger_is_better(name: str) -> bool:

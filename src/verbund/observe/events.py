@@ -57,9 +57,7 @@ class Journal:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{role}-{rank}-{generation}.jsonl"
-        self._file: int | None = os.open(
-            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
+        self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._file).st_size
         self._torn = self._size > 0  # whoever wrote here before may have died within a line
         self._dropped = 0

@@ -76,11 +76,7 @@ class ProcessJournal:
     @property
     def name(self) -> str:
         """The process in words, e.g. `worker 1`."""
-        return (
-            f"{self.role} {self.rank}"
-            if self.island == 0
-            else f"{self.role} {self.rank} of island {self.island}"
-        )
+        return f"{self.role} {self.rank}" if self.island == 0 else f"{self.role} {self.rank} of island {self.island}"
 
 
 def read(folder: Path, *, file_limit: int = FILE_LIMIT, line_limit: int = LINE_LIMIT) -> list[ProcessJournal]:
@@ -143,9 +139,7 @@ class _Rows:
 
 
 def _floats(rows: list[Any]) -> Floats:
-    if not all(
-        isinstance(row, list) and all(isinstance(v, (int, float)) or v is None for v in row) for row in rows
-    ):
+    if not all(isinstance(row, list) and all(isinstance(v, (int, float)) or v is None for v in row) for row in rows):
         raise ValueError("not rows of numbers")
     return np.array(rows, np.float64)
 
@@ -285,13 +279,7 @@ def _sound_spans(rows: Ints) -> tuple[Ints, int]:
 
 
 def _sound_collectives(rows: Ints) -> tuple[Ints, int]:
-    good = (
-        (rows[:, 0] >= 0)
-        & (rows[:, 1] >= 0)
-        & (rows[:, 2] >= 0)
-        & (rows[:, 3] >= 0)
-        & (rows[:, 4] >= rows[:, 3])
-    )
+    good = (rows[:, 0] >= 0) & (rows[:, 1] >= 0) & (rows[:, 2] >= 0) & (rows[:, 3] >= 0) & (rows[:, 4] >= rows[:, 3])
     return (rows, 0) if good.all() else (rows[good], int((~good).sum()))
 
 

@@ -15,9 +15,7 @@ import sys
 
 _TCP_INFO = 11
 _LENGTH = 136
-_COUNTERS = struct.Struct(
-    "=QQ"
-)  # bytes_acked, bytes_received: offsets 120 and 128 of struct tcp_info since Linux 4.1
+_COUNTERS = struct.Struct("=QQ")  # bytes_acked, bytes_received: offsets 120 and 128 of struct tcp_info since Linux 4.1
 _OFFSET = 120
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _KEPT = 4096

@@ -137,9 +137,7 @@ class Progress:
         known = self._steps is not None or self._seconds is not None
         try:
             bar.start()
-            self._task = bar.add_task(
-                "", total=1.0 if known else None, step="starting", loss="–", speed="–", left=""
-            )
+            self._task = bar.add_task("", total=1.0 if known else None, step="starting", loss="–", speed="–", left="")
         except (OSError, ValueError):
             self._silent = True
             return

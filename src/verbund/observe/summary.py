@@ -21,7 +21,7 @@ from verbund.observe.verdict import held_back
 
 CURVE_POINTS = 2000
 _HOW = "payload bytes of the processes' TCP connections, counted by the kernel"
-_TRACE_LIMIT = 20_000
+TRACE_LIMIT = 20_000
 
 
 def summarise(
@@ -64,9 +64,7 @@ def summarise(
         "cause": dict(cause) if cause else None,
         "ended_by": ended_by,
         "strategy": dict(strategy or {}),
-        "world": world
-        if world is not None
-        else len({j.rank for j in workers if j.generation == generations[-1]}),
+        "world": world if world is not None else len({j.rank for j in workers if j.generation == generations[-1]}),
         "generations": len(generations),
         "steps": int(steps[-1, 0]) + 1 if len(steps) else 0,
         "samples": int(steps[:, 3].sum()),
@@ -120,7 +118,7 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
 
 def validations(journals: Sequence[ProcessJournal]) -> list[tuple[int, dict[str, Any], float]]:
     """The validations that hold, in order: steps done before it, metrics, seconds since the epoch."""
-    begins = {}
+    begins: dict[int, int] = {}
     for journal in journals:
         if len(journal.steps):
             first = int(journal.steps[0, 0])
@@ -270,7 +268,7 @@ def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[d
             "secondary": bool(event.get("secondary", False)),
         }
         if traces and event.get("trace"):
-            failure["trace"] = str(event["trace"])[-_TRACE_LIMIT:]
+            failure["trace"] = str(event["trace"])[-TRACE_LIMIT:]
         result.append(failure)
     for journal, event in events(journals, "checkpoint_failed"):
         failure = {
@@ -317,20 +315,18 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
         found.append("Energy: no readable counter, or none was read.")
     if timeline.estimated:
         found.append(
-            "Seconds are an estimate: a journal reached its limit (`observe.journal_mb`), after which only some of "
-            "the steps were recorded; the others count as being like them."
+            "Seconds are an estimate: a journal reached its limit (`observe.journal_mb`), after which only "
+            "some of the steps were recorded; the others count as being like them."
         )
     blocked = sum(life.seconds["wait"] + life.seconds["communicate"] for life in timeline.lives)
-    if timeline.unsplit > 0.01 * max(blocked, 1e-9):
+    if timeline.wait_measured and timeline.unsplit > 0.01 * max(blocked, 1e-9):
         share = 100 * min(timeline.unsplit / max(blocked, 1e-9), 1.0)
         found.append(
-            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating, since "
-            "not all workers recorded them; it counts as communicating."
+            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating, "
+            "since not all workers recorded them; it counts as communicating."
         )
     if open_ := [j.name for j in workers if not j.ended]:
-        found.append(
-            f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs on)."
-        )
+        found.append(f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs on).")
     if torn := [j.name for j in journals if j.damaged > (0 if j.ended else 1)]:
         found.append(f"Some lines of the journal of {_names(torn)} could not be read.")
     if large := [j.name for j in journals if j.truncated]:

@@ -244,9 +244,7 @@ def _factors(steps: Ints, eras: list[tuple[int, int]]) -> NDArray[np.float64]:
 # -- one worker ----------------------------------------------------------------------------------------------
 
 
-def _intervals(
-    journal: ProcessJournal, collectives: Ints, split: Ints, eras: list[tuple[int, int]]
-) -> dict[str, Ints]:
+def _intervals(journal: ProcessJournal, collectives: Ints, split: Ints, eras: list[tuple[int, int]]) -> dict[str, Ints]:
     step, blocked, done = collectives[:, 0], collectives[:, 3], collectives[:, 4]
     result = {"wait": _solid(np.stack((step, blocked, split), axis=1))}
     for code, kind in enumerate(SPANS):

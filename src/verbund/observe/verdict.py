@@ -39,11 +39,7 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
     sentences = [_sentence(kind, share, timeline, settings) for share, kind in sorted(found, reverse=True)]
     busy = shares["compute"] / max(1.0 - shares["start"], 1e-9)
     if busy >= 0.85:
-        gain = (
-            "nothing to gain from the network or the data"
-            if several
-            else "more workers, or fewer computations"
-        )
+        gain = "nothing to gain from the network or the data" if several else "more workers, or fewer computations"
         after = " after the start" if "start" in {kind for _, kind in found} else ""
         sentences.append(
             f"Computing is {_percent(busy)} of the workers' time{after}: "
@@ -51,8 +47,8 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
         )
     elif not sentences:
         sentences.append(
-            f"Nothing stands out: {_percent(shares['compute'])} of the workers' time went into computing, and no "
-            "other kind took a notable share."
+            f"Nothing stands out: {_percent(shares['compute'])} of the workers' time went into computing, "
+            "and no other kind took a notable share."
         )
     return sentences
 
@@ -73,9 +69,7 @@ def _sentence(kind: str, share: float, timeline: Timeline, settings: Mapping[str
         return f"{of} validating: raise `validate.every` (now {every})."
     if kind == "start":
         long = duration(timeline.seconds["start"])
-        return (
-            f"{of} starting ({long} until the first step): the run is short, a longer one starts no slower."
-        )
+        return f"{of} starting ({long} until the first step): the run is short, a longer one starts no slower."
     return f"{of} what no span describes: time between the steps, or a machine shared with others."
 
 
@@ -87,15 +81,14 @@ def _waiting(timeline: Timeline) -> str:
         return "waiting for one another."
     who = max(caused, key=lambda w: caused[w])
     share = caused[who] / total
-    if many > 2 and share < 1.5 / many or many == 2 and share < 0.6:
+    if share < (0.6 if many == 2 else 1.5 / many):
         return (
-            f"waiting for one another, for no worker in particular ({name(who)} came last for {_percent(share)} of "
-            "it): the steps take uneven times. Are there fewer cores than workers and their threads?"
+            f"waiting for one another, for no worker in particular ({name(who)} came last for "
+            f"{_percent(share)} of it): the steps take uneven times. Are there fewer cores than workers and "
+            "their threads?"
         )
-    mostly = "" if share > 0.95 else f" for {_percent(share)} of it"
-    return (
-        f"waiting{mostly and ', '}{mostly.strip()}{mostly and ','} for {name(who)}{_excess(timeline, who)}."
-    )
+    mostly = "" if share > 0.95 else f" ({_percent(share)} of it)"
+    return f"waiting for {name(who)}{mostly}{_excess(timeline, who)}."
 
 
 def _excess(timeline: Timeline, who: Who) -> str:
@@ -122,12 +115,12 @@ def _communicating(timeline: Timeline) -> str:
     each = f" ({_seconds(seconds['communicate'] / steps)} a step)" if steps else ""
     if not timeline.wait_measured:
         return (
-            f"communicating and waiting{each}; the two cannot be told apart here, since the workers' hosts have "
-            "clocks of their own."
+            f"communicating and waiting{each}; the two cannot be told apart here, since the workers' hosts "
+            "have clocks of their own."
         )
     return (
-        f"communicating{each}: a larger `train.global_batch` or fewer workers make it a smaller share, a faster "
-        "network a shorter one."
+        f"communicating{each}: a larger `train.global_batch` or fewer workers make it a smaller share, a "
+        "faster network a shorter one."
     )
 
 

@@ -1,4 +1,5 @@
-"""Charts as inline SVG. Every mark has a title, so that values can be read by pointing, and by a screen reader."""
+"""Charts as inline SVG. Every mark has a title, so that values can be read by pointing, and by a screen
+reader."""
 
 from __future__ import annotations
 
@@ -112,7 +113,9 @@ def timeline(lives: Sequence[Life], window: Window) -> str:
             if rows is None or not len(rows):
                 continue
             inside = rows[(rows[:, 0] >= window.first) & (rows[:, 0] <= window.last)]
-            spans += [(row, kind, int(step), int(start), int(end)) for step, start, end in inside[:_RECTANGLES].tolist()]
+            spans += [
+                (row, kind, int(step), int(start), int(end)) for step, start, end in inside[:_RECTANGLES].tolist()
+            ]
     if not spans:
         return ""
     begin, end = min(span[3] for span in spans), max(span[4] for span in spans)

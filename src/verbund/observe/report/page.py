@@ -72,7 +72,8 @@ def _page(run_dir: Path, summary: Mapping[str, Any], timeline: Timeline) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
         f"<title>{name}: report</title><style>{style}</style></head><body><main>"
         f"<h1>{name}</h1>{''.join(sections)}</main><script>{script}</script></body></html>\n"
@@ -85,7 +86,8 @@ def _words(run_dir: Path, summary: Mapping[str, Any]) -> str:
     workers = f"{world} worker{'s' if world != 1 else ''}"
     ended = f" ({escape(str(summary['ended_by']))} reached)" if summary.get("ended_by") else ""
     lead = (
-        f"{_STATUS.get(status, status)}{ended}: {summary.get('steps', 0):,} steps, {summary.get('samples', 0):,} samples, "
+        f"{_STATUS.get(status, status)}{ended}: {summary.get('steps', 0):,} steps, "
+        f"{summary.get('samples', 0):,} samples, "
         f"{workers}, {_seconds(summary.get('seconds', {}).get('total'))}."
     )
     cards = [("loss", _number((summary.get("loss") or {}).get("last")))]
@@ -99,7 +101,9 @@ def _words(run_dir: Path, summary: Mapping[str, Any]) -> str:
     if summary.get("cause"):
         cause = summary["cause"]
         where = f"{cause.get('where')}: " if cause.get("where") else ""
-        parts.append(f'<p class="cause">{escape(where)}{escape(str(cause.get("what")))}. {escape(cause.get("fix") or "")}</p>')
+        parts.append(
+            f'<p class="cause">{escape(where)}{escape(str(cause.get("what")))}. {escape(cause.get("fix") or "")}</p>'
+        )
     parts.append(
         '<dl class="cards">'
         + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
@@ -148,9 +152,7 @@ def _time(summary: Mapping[str, Any], timeline: Timeline) -> str:
         for worker in summary.get("workers") or []
         if isinstance(worker.get("seconds"), Mapping)
     ]
-    legend = "".join(
-        f'<li><span class="key {kind}"></span>{kind}: {escape(_MEANING[kind])}</li>' for kind in KINDS
-    )
+    legend = "".join(f'<li><span class="key {kind}"></span>{kind}: {escape(_MEANING[kind])}</li>' for kind in KINDS)
     parts = ["<h2>Where the time went</h2>", charts.shares(rows), f'<ul class="legend">{legend}</ul>']
     if rows:
         head = "".join(f'<th scope="col">{kind}</th>' for kind in ("total", *KINDS))
