@@ -2,7 +2,8 @@
 
     python bench/data_parallel.py [--models mlp-256,mlp-1024,mlp-4096,convnet] [--rounds 3]
 
-Both sides are run in turn, as whole commands. Prints one JSON line: per model the seconds from the command to the end of
+Both sides are run in turn, as whole commands. Prints one JSON line: per model the seconds from the command to the
+end of
 the first step, and the steady steps per second (from step 20 on), ours, the peer's, and their ratio; medians over the
 rounds. The peer holds the samples as tensors in memory and indexes them, which is the fastest that a user would write.
 """
@@ -28,7 +29,10 @@ BATCH = 64
 WARM_UP = 20
 ROWS = 10_000
 MODELS = {
-    "mlp-256": ("nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))", 400),
+    "mlp-256": (
+        "nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))",
+        400,
+    ),
     "mlp-1024": (
         "nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))",
         200,
@@ -38,8 +42,10 @@ MODELS = {
         50,
     ),
     "convnet": (
-        "nn.Sequential(nn.Unflatten(1, (1, 28)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), "
-        "nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1568, 10))",
+        (
+            "nn.Sequential(nn.Unflatten(1, (1, 28)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), "
+            "nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1568, 10))"
+        ),
         200,
     ),
 }
@@ -149,7 +155,7 @@ def run_ours(folder: Path, steps: int, number: int) -> tuple[float, float]:
     start = time.monotonic_ns()
     command = [sys.executable, "-m", "verbund", "train", "job.toml", "--quiet", "--run", f"run-{number}"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    done = {}
+    done: dict[int, int] = {}
     for line in (folder / f"run-{number}" / "journal" / "worker-0-1.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["t"] == "spans":
@@ -162,7 +168,14 @@ def run_ours(folder: Path, steps: int, number: int) -> tuple[float, float]:
 
 def run_peer(folder: Path, steps: int) -> tuple[float, float]:
     start = time.monotonic_ns()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS), "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(WORKERS),
+        "--standalone",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "peer.py", "data.npz", str(steps)],

@@ -67,9 +67,7 @@ def test_classification_is_scikit_learns(multiclass: tuple[Tensor, Tensor]) -> N
         each = reference(truth, found, average=None, labels=range(6), zero_division=0)
         assert ours[f"{name}_per_class"] == pytest.approx(each, rel=1e-12)
     assert ours["confusion_matrix"] == sk.confusion_matrix(truth, found, labels=range(6)).tolist()
-    assert ours["top_3"] == pytest.approx(
-        sk.top_k_accuracy_score(truth, output.numpy(), k=3, labels=range(6))
-    )
+    assert ours["top_3"] == pytest.approx(sk.top_k_accuracy_score(truth, output.numpy(), k=3, labels=range(6)))
     loss = sk.log_loss(truth, output.double().softmax(1).numpy(), labels=range(6))
     assert ours["loss"] == pytest.approx(loss, rel=1e-6)
     assert ours["perplexity"] == pytest.approx(np.exp(loss), rel=1e-6)
@@ -156,9 +154,7 @@ def test_sequences_leave_ignored_tokens_out() -> None:
     tokens[3] = -100
     ours = evaluate(goal("next_token"), ["accuracy", "top_2", "perplexity"], output, tokens, size=5)
     kept = tokens != -100
-    assert ours["accuracy"] == pytest.approx(
-        (output.argmax(2) == tokens)[kept].double().mean().item(), rel=1e-12
-    )
+    assert ours["accuracy"] == pytest.approx((output.argmax(2) == tokens)[kept].double().mean().item(), rel=1e-12)
     reference = tm.text.perplexity(output, tokens, ignore_index=-100)
     assert ours["perplexity"] == pytest.approx(reference.item(), rel=1e-5)
     top = (output.topk(2).indices == tokens[..., None]).any(2)[kept].double().mean().item()
@@ -213,9 +209,7 @@ def test_padding_counts_nowhere() -> None:
 
     values = goal("mean_squared_error")
     evaluator = Evaluator(build(["mae", "rmse", "r2"], values), values)
-    evaluator.add(
-        0, torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1.0, 4.0, 0.0]), Sums(mask[5:], mask[5:]), [0, 1, 2]
-    )
+    evaluator.add(0, torch.tensor([1.0, 2.0, 9.0]), torch.tensor([1.0, 4.0, 0.0]), Sums(mask[5:], mask[5:]), [0, 1, 2])
     only = evaluate(values, ["mae", "rmse", "r2"], torch.tensor([1.0]), torch.tensor([1.0]))
     merged = evaluator.merge([evaluator.state()], batches=1, samples=3)
     assert merged["mae"] == only["mae"] == 0.0
@@ -235,12 +229,8 @@ CASES: dict[str, tuple[list[str], tuple[int, ...], tuple[int, ...], int]] = {
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    data=st.data(), name=st.sampled_from(sorted(CASES)), samples=st.integers(1, 30), size=st.integers(1, 6)
-)
-def test_any_assignment_to_workers_gives_the_same_bits(
-    data: st.DataObject, name: str, samples: int, size: int
-) -> None:
+@given(data=st.data(), name=st.sampled_from(sorted(CASES)), samples=st.integers(1, 30), size=st.integers(1, 6))
+def test_any_assignment_to_workers_gives_the_same_bits(data: st.DataObject, name: str, samples: int, size: int) -> None:
     names, inner, target_inner, top = CASES[name]
     objective = goal(name)
     random = torch.Generator().manual_seed(samples * 10 + size)

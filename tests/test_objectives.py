@@ -61,9 +61,7 @@ def test_cross_entropy_is_torchs(
     sums = ours(output, targets)
     assert sums.total.shape == sums.weight.shape == (samples,)
     torch.testing.assert_close(mean(sums), reference(output))
-    torch.testing.assert_close(
-        gradient(lambda o: mean(ours(o, targets)), output), gradient(reference, output)
-    )
+    torch.testing.assert_close(gradient(lambda o: mean(ours(o, targets)), output), gradient(reference, output))
 
 
 @pytest.mark.parametrize("inner", [(), (4,)])
@@ -155,9 +153,7 @@ def test_class_weights_first_used_in_validation_serve_training() -> None:
         ("next_token", (4, 3, 7), (4, 2)),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(
-    name: str, output: tuple[int, ...], targets: tuple[int, ...]
-) -> None:
+def test_shapes_that_do_not_fit_are_named(name: str, output: tuple[int, ...], targets: tuple[int, ...]) -> None:
     with pytest.raises(TaskError) as caught:
         loss(name)(torch.zeros(output), torch.zeros(targets, dtype=torch.int64))
     text = str(caught.value)
@@ -221,9 +217,7 @@ def test_the_first_bad_target_is_found_with_its_sample(
         assert expected in message
 
 
-@pytest.mark.parametrize(
-    "name", ["cross_entropy", "binary_cross_entropy", "mean_squared_error", "next_token"]
-)
+@pytest.mark.parametrize("name", ["cross_entropy", "binary_cross_entropy", "mean_squared_error", "next_token"])
 def test_default_metrics_fit_their_objective(name: str) -> None:
     assert objectives.default_metrics(Objective(name=name))  # type: ignore[arg-type]
     assert objectives.default_metrics(None) == []

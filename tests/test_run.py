@@ -221,9 +221,7 @@ with Run(Path(sys.argv[1])).lock():
 
 def hold(run: Run, how: str) -> tuple[subprocess.Popen[str], int]:
     """A process that holds the run's lock; and its number, or that of the child it forked inside."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run.path), how], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run.path), how], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, int(process.stdout.readline())
 

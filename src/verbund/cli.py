@@ -26,11 +26,13 @@ app = typer.Typer(
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, e.g. runs/latest.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated."),
 ]
 Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers: mesh axis `data`.")]
 StrategyText = Annotated[
-    str | None, typer.Option("--strategy", metavar="TEXT", help="Axes and exchange, e.g. data=2,exchange=all_reduce.")
+    str | None,
+    typer.Option("--strategy", metavar="TEXT", help="Axes and exchange, e.g. data=2,exchange=all_reduce."),
 ]
 ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
@@ -60,7 +62,8 @@ def train(
     strategy: StrategyText = None,
     cluster: ClusterKind = None,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="The run's directory; default: a new one in runs/.")
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="The run's directory; default: a new one in runs/."),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -73,7 +76,9 @@ def train(
     _finished(launch.train(whole, run, quiet=quiet), as_json)
 
 
-@app.command(epilog="Examples: `verbund resume runs/latest` · `verbund resume runs/latest --workers 4 --set train.epochs=20`")
+@app.command(
+    epilog="Examples: `verbund resume runs/latest` · `verbund resume runs/latest --workers 4 --set train.epochs=20`"
+)
 def resume(
     run: RunDirectory,
     settings: Settings = None,
@@ -115,7 +120,9 @@ def validate(
 def predict(
     run: RunDirectory,
     data: Annotated[str, typer.Argument(metavar="DATA", help="A source with the job's input columns.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Default: predictions.parquet in RUN.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Default: predictions.parquet in RUN.")
+    ] = None,
     workers: Workers = None,
     step: Step = None,
     as_json: AsJson = False,
@@ -136,7 +143,8 @@ def predict(
 def report(
     run: RunDirectory,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Also write a Chrome trace for ui.perfetto.dev.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Also write a Chrome trace for ui.perfetto.dev."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -113,7 +113,16 @@ class JobError(InputError):
 
 _KINDS: dict[str, type[VerbundError]] = {
     kind.__name__: kind
-    for kind in (VerbundError, RunFailed, InputError, TaskError, DataError, CheckpointError, ClusterLost, Interrupted)
+    for kind in (
+        VerbundError,
+        RunFailed,
+        InputError,
+        TaskError,
+        DataError,
+        CheckpointError,
+        ClusterLost,
+        Interrupted,
+    )
 }
 
 

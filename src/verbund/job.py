@@ -461,8 +461,6 @@ def _known(location: list[str]) -> list[str]:
         if part in fields:
             known.append(part)
             fields = _fields(known)
-        elif part.isdigit():
-            known.append(part)
-        elif not known or known[0] not in ("data", "train", "validate", "checkpoint", "strategy"):
+        elif part.isdigit() or not known or known[0] not in ("data", "train", "validate", "checkpoint", "strategy"):
             known.append(part)
     return known

@@ -55,12 +55,9 @@ def build(objective: Objective) -> Loss:
             fix="Leave them out, or use `cross_entropy`",
         )
     if objective.class_weights is not None and (
-        not objective.class_weights
-        or not all(0 <= weight < float("inf") for weight in objective.class_weights)
+        not objective.class_weights or not all(0 <= weight < float("inf") for weight in objective.class_weights)
     ):
-        raise InputError(
-            "class weights must be finite and not negative", where="train.objective.class_weights"
-        )
+        raise InputError("class weights must be finite and not negative", where="train.objective.class_weights")
     if name == "cross_entropy":
         return _CrossEntropy(objective)
     if name == "next_token":
@@ -113,9 +110,7 @@ def paired(output: Tensor, targets: Tensor, objective: str) -> tuple[Tensor, Ten
     raise _misfit(objective, output, targets, "output and targets both [B], [B, 1] or [B, k]")
 
 
-def check_targets(
-    objective: Objective, targets: Any, output: Any, ids: Sequence[int] | Tensor | None
-) -> str | None:
+def check_targets(objective: Objective, targets: Any, output: Any, ids: Sequence[int] | Tensor | None) -> str | None:
     """Looks for a target that explains a failed or non-finite loss.
 
     For use after a failure, or on a first batch: it is not fast.
@@ -210,9 +205,7 @@ class _CrossEntropy:
         )
         counted = targets.ne(self._ignore)
         weight = counted.to(total.dtype)
-        if (
-            weights is not None
-        ):  # an ignored target may be no class at all (-100), so class 0 stands in for it
+        if weights is not None:  # an ignored target may be no class at all (-100), so class 0 stands in for it
             weight = weight * weights[targets.where(counted, 0)]
         if total.ndim > 1:
             total, weight = total.flatten(1).sum(1), weight.flatten(1).sum(1)

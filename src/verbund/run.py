@@ -83,13 +83,9 @@ class Run:
             InputError: if `path` is no run.
         """
         if not path.exists():
-            raise InputError(
-                "no such run", where=str(path), fix="`runs/latest` is the newest one of this folder"
-            )
+            raise InputError("no such run", where=str(path), fix="`runs/latest` is the newest one of this folder")
         if not path.is_dir():
-            raise InputError(
-                "is a file, not a run's directory", where=str(path), fix="`train` takes job files"
-            )
+            raise InputError("is a file, not a run's directory", where=str(path), fix="`train` takes job files")
         if not (path / "job.toml").is_file() or not (path / "origin.json").is_file():
             raise InputError("is not a run's directory: it has no job.toml and origin.json", where=str(path))
         return Run(path.resolve())
@@ -235,11 +231,7 @@ class Run:
             facts.append(f"{total:.1f} s")
         if (rate := summary.get("samples_per_second")) is not None:
             facts.append(f"{rate:.0f} samples/s")
-        lines = [
-            f"{summary.get('status', 'unfinished')}: {', '.join(facts)}"
-            if facts
-            else "no summary was written"
-        ]
+        lines = [f"{summary.get('status', 'unfinished')}: {', '.join(facts)}" if facts else "no summary was written"]
         for name, metric in (summary.get("metrics") or {}).items():
             if isinstance(metric, dict) and isinstance(value := metric.get("last"), int | float):
                 best = metric.get("best")
@@ -275,9 +267,7 @@ class Run:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             if default is None:
-                raise InputError(
-                    "is missing", where=str(path), fix="The run's directory is damaged"
-                ) from None
+                raise InputError("is missing", where=str(path), fix="The run's directory is damaged") from None
             return default
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"cannot be read: {error}", where=str(path), fix="The file is damaged") from None
@@ -289,9 +279,7 @@ class Run:
         try:
             durable.replace(self.path / name, content)
         except OSError as error:
-            raise RunFailed(
-                durable.reason(error), where=str(self.path / name), fix=durable.remedy(error)
-            ) from None
+            raise RunFailed(durable.reason(error), where=str(self.path / name), fix=durable.remedy(error)) from None
 
     def _locked(self, descriptor: int) -> InputError:
         pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip()

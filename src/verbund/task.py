@@ -137,7 +137,8 @@ def _execute(path: Path) -> ModuleType:
     except Exception as error:
         line = _line_in(error, path)
         raise TaskError(
-            f"{type(error).__name__} while it was imported: {error}", where=f"{path}{f', line {line}' if line else ''}"
+            f"{type(error).__name__} while it was imported: {error}",
+            where=f"{path}{f', line {line}' if line else ''}",
         ) from error
     return module
 
@@ -247,7 +248,9 @@ def _loss(module: ModuleType, job: Job, path: Path) -> Callable[[Any, Any], Sums
     if own is not None:
         return lambda output, targets: as_sums(own(output, targets), "loss", path)
     if job.train.objective is None:
-        raise TaskError("no loss: neither `train.objective` in the job nor `loss(output, targets)` here", where=str(path))
+        raise TaskError(
+            "no loss: neither `train.objective` in the job nor `loss(output, targets)` here", where=str(path)
+        )
     from verbund import objectives
 
     return objectives.build(job.train.objective)

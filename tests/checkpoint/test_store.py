@@ -49,9 +49,7 @@ def test_sha256sum_agrees(tmp_path: Path) -> None:
     path = save(tmp_path, 7)
     subprocess.run(["sha256sum", "-c", MANIFEST_HASH], cwd=path, check=True, capture_output=True)
     lines = [f"{file.sha256}  {name}" for name, file in Manifest.open(path).files.items()]
-    subprocess.run(
-        ["sha256sum", "-c"], input="\n".join(lines).encode(), cwd=path, check=True, capture_output=True
-    )
+    subprocess.run(["sha256sum", "-c"], input="\n".join(lines).encode(), cwd=path, check=True, capture_output=True)
 
 
 def test_the_pointer_says_which_is_newest(tmp_path: Path) -> None:
@@ -80,9 +78,7 @@ def test_leftovers_are_not_read_and_go_at_the_next_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
         newest_valid(tmp_path)
     (tmp_path / ".step-00000020.partial").mkdir()
-    (tmp_path / ".step-00000020.partial" / "part-00009-0.safetensors").write_bytes(
-        b"of a crashed save of 10 workers"
-    )
+    (tmp_path / ".step-00000020.partial" / "part-00009-0.safetensors").write_bytes(b"of a crashed save of 10 workers")
     path = save(tmp_path, 20)
     assert "part-00009-0.safetensors" not in names(path)
     assert names(tmp_path) == [".step-00000030.partial", "latest", "step-00000020"]  # 30 may be going on
@@ -225,9 +221,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
                 unverified = Checkpoint.open(path, verify=False)
                 try:
                     for name in unverified.names("parameters"):
-                        assert unverified.read("parameters", name).shape == unverified.shape(
-                            "parameters", name
-                        )
+                        assert unverified.read("parameters", name).shape == unverified.shape("parameters", name)
                 except CheckpointError as error:
                     named = file.name in str(error)
                 else:
@@ -335,9 +329,7 @@ def test_any_change_of_a_manifest_opens_or_is_an_error_of_ours(tmp_path: Path) -
     whole = json.loads((path / MANIFEST).read_bytes())
 
     def places(value: Any) -> list[tuple[Any, Any]]:
-        items = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
-        )
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
         return [place for key, inner in items for place in ((value, key), *places(inner))]
 
     @settings(max_examples=100, deadline=None)

@@ -87,10 +87,7 @@ def test_any_box_of_any_cut_is_read_back(data: st.DataObject) -> None:
                 checkpoint.fill(kind, name, filled)
                 assert same(filled, values)
                 offset = [data.draw(st.integers(0, size)) for size in values.shape]
-                length = [
-                    data.draw(st.integers(0, size - at))
-                    for size, at in zip(values.shape, offset, strict=True)
-                ]
+                length = [data.draw(st.integers(0, size - at)) for size, at in zip(values.shape, offset, strict=True)]
                 expected = values[Box(tuple(offset), tuple(length)).within(Box.whole(values.shape))]
                 assert same(checkpoint.read(kind, name, offset, length), expected)
                 part_filled = torch.zeros(length, dtype=values.dtype)
@@ -111,9 +108,7 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
 
 
 def test_every_tensor_is_aligned_in_its_file(tmp_path: Path) -> None:
-    pieces = [
-        Piece.whole("buffers", name, random_tensor((3, 5), getattr(torch, name), seed=1)) for name in DTYPES
-    ]
+    pieces = [Piece.whole("buffers", name, random_tensor((3, 5), getattr(torch, name), seed=1)) for name in DTYPES]
     write_part(tmp_path, 0, pieces)
     raw = (tmp_path / "part-00000-0.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
@@ -126,9 +121,7 @@ def test_a_parameter_that_wants_gradients_is_filled(tmp_path: Path) -> None:
     layer = torch.nn.Linear(4, 3)
     wanted = {name: values.detach().clone() for name, values in layer.named_parameters()}
     folder = partial_folder(tmp_path, 1)
-    record = write_part(
-        folder, 0, [Piece.whole("parameters", name, p) for name, p in layer.named_parameters()]
-    )
+    record = write_part(folder, 0, [Piece.whole("parameters", name, p) for name, p in layer.named_parameters()])
     path = commit(tmp_path, 1, [record], {})
     torch.nn.init.zeros_(layer.weight)
     with Checkpoint.open(path) as checkpoint:
@@ -210,9 +203,7 @@ class TestSnapshot:
         again = taker.take(self.pieces(values))
         assert again[0].values.data_ptr() == copies[0].values.data_ptr()  # memory is reused
         assert torch.equal(again[0].values, values)
-        mixed = [
-            Piece.whole("buffers", name, random_tensor((3,), getattr(torch, name), seed=2)) for name in DTYPES
-        ]
+        mixed = [Piece.whole("buffers", name, random_tensor((3,), getattr(torch, name), seed=2)) for name in DTYPES]
         for piece, copy in zip(mixed, taker.take(mixed), strict=True):
             assert same(piece.values, copy.values)
 

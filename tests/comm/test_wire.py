@@ -179,9 +179,7 @@ def test_every_flipped_bit() -> None:
                 st.tuples(
                     st.sampled_from(["a", "b"]) | JSON,
                     st.sampled_from([*DTYPES, "object", "float128", "<f4", "S8", "datetime64"]),
-                    st.lists(
-                        st.sampled_from([0, 1, 2, 3, -1, 2**31, 2**47, 2**48, 2**64, 1.5, True]), max_size=40
-                    ),
+                    st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**31, 2**47, 2**48, 2**64, 1.5, True]), max_size=40),
                 ),
                 max_size=3,
             ),
@@ -246,9 +244,7 @@ def test_lengths_over_the_limit_are_refused_at_once(header: int, body: int) -> N
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "header", [b"[" * 500_000, b'{"a":' * 100_000, b"9" * 100_000, b'"' + b"a" * 1000, b"\xff"]
-)
+@pytest.mark.parametrize("header", [b"[" * 500_000, b'{"a":' * 100_000, b"9" * 100_000, b'"' + b"a" * 1000, b"\xff"])
 def test_hostile_json(header: bytes) -> None:
     with pytest.raises(WireError):
         decode(frame(header))

@@ -13,7 +13,9 @@ sizes = st.integers(0, 300)
 @given(sizes, st.integers(1, 9), st.integers(1, 40), st.integers(0, 20))
 def test_each_sample_once(size: int, workers: int, unit: int, micro_batch: int) -> None:
     division = Division(workers, unit, micro_batch)
-    seen = [i for worker in range(workers) for low, high in division.micro_batches(size, worker) for i in range(low, high)]
+    seen = [
+        i for worker in range(workers) for low, high in division.micro_batches(size, worker) for i in range(low, high)
+    ]
     assert seen == list(range(size))
 
 

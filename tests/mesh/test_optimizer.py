@@ -47,9 +47,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> l
         ("adafactor", torch.optim.Adafactor, {}),
     ],
 )
-def test_an_optimiser_by_name_steps_as_torchs_plain_one(
-    name: str, reference: Any, arguments: dict[str, Any]
-) -> None:
+def test_an_optimiser_by_name_steps_as_torchs_plain_one(name: str, reference: Any, arguments: dict[str, Any]) -> None:
     ours, theirs = model(), model()
     optimizer = build(ours.named_parameters(), spec(name, lr=0.01, **arguments))
     assert type(optimizer) is reference

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import MLP, losses
 from torch import nn
 from torch.nn import functional
 
+from conftest import MLP, losses
 from verbund.data.order import Order
 from verbund.run import Run
 
@@ -117,7 +117,8 @@ BATCH_NORM = """
 from torch import nn
 
 def model():
-    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 5))
+    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16,
+    5))
 """
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MLP, MakeJob
 
+from conftest import MLP, MakeJob
 from verbund.errors import InputError, JobError, RunFailed
 from verbund.job import Job
 from verbund.run import Run

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import MLP
 from torch.nn import functional
 
+from conftest import MLP
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import InputError
 from verbund.run import Run

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MLP, MakeJob
 
+from conftest import MLP, MakeJob
 from verbund.cluster.local import LocalCluster
 from verbund.errors import ClusterLost, RunFailed
 from verbund.run import Run
@@ -98,8 +98,11 @@ def loss(output, targets):
 
 
 def test_a_loss_that_is_not_finite(run_job: RunJob) -> None:
-    with pytest.raises(RunFailed, match="the loss became (nan|inf)"):
-        run_job(MLP, {"train.optimizer": {"name": "sgd", "lr": 1e30}, "train.steps": 20, "strategy.mesh": {"data": 2}})
+    with pytest.raises(RunFailed, match=r"the loss became (nan|inf)"):
+        run_job(
+            MLP,
+            {"train.optimizer": {"name": "sgd", "lr": 1e30}, "train.steps": 20, "strategy.mesh": {"data": 2}},
+        )
 
 
 def strike(folder: Path, number: int, victim: int = 1, workers: int = 3) -> threading.Thread:

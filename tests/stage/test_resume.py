@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MLP, losses
 
+from conftest import MLP, losses
 from verbund.errors import CheckpointError, InputError
 from verbund.run import Run
 from verbund.stage import launch
@@ -20,7 +20,8 @@ DROPOUT = """
 from torch import nn
 
 def model():
-    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 5))
+    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16,
+    5))
 """
 SETTINGS: dict[str, Any] = {
     "train.steps": 24,

@@ -99,9 +99,7 @@ class Manifest:
         if raw.get("format") != FORMAT:
             raise ValueError("is not the manifest of a checkpoint")
         if raw.get("version") != VERSION:
-            raise ValueError(
-                f"has format version {raw.get('version')!r}; this program reads version {VERSION}"
-            )
+            raise ValueError(f"has format version {raw.get('version')!r}; this program reads version {VERSION}")
         step, state, files, tensors = (raw.get(key) for key in ("step", "state", "files", "tensors"))
         if type(step) is not int or step < 0:
             raise ValueError("has no valid `step`")
@@ -201,9 +199,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "state": self.state,
-            "files": {
-                name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in self.files.items()
-            },
+            "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in self.files.items()},
             "tensors": [
                 {
                     "kind": tensor.kind,

@@ -54,9 +54,7 @@ class Piece:
                 f"its values are {self.values.dtype} {list(self.values.shape)}"
             )
         if not self.box.inside(self.shape):
-            raise ValueError(
-                f"{self.kind} `{self.name}`: the box {self.box} lies outside of {list(self.shape)}"
-            )
+            raise ValueError(f"{self.kind} `{self.name}`: the box {self.box} lies outside of {list(self.shape)}")
 
     @staticmethod
     def whole(kind: str, name: str, values: Tensor, owner: bool = True) -> Piece:

@@ -123,9 +123,7 @@ class Checkpoint:
     def _box(self, stored: StoredTensor, offset: tuple[int, ...], length: tuple[int, ...]) -> Box:
         box = Box(offset, length)
         if not box.inside(stored.shape):
-            raise self._unfit(
-                stored, f"has shape {list(stored.shape)}, at {list(offset)} {list(length)} is wanted"
-            )
+            raise self._unfit(stored, f"has shape {list(stored.shape)}, at {list(offset)} {list(length)} is wanted")
         return box
 
     def _fill(self, stored: StoredTensor, box: Box, values: Tensor) -> None:

@@ -182,9 +182,7 @@ def newest_valid(checkpoints: Path) -> tuple[Path, list[str]]:
     if pointed is not None and pointed not in candidates:
         problems.append(f"{pointed}: `latest` names it, but it is not there.")
     elif pointed is None and candidates:
-        problems.append(
-            f"{checkpoints / LATEST}: the pointer to the newest checkpoint is missing or damaged."
-        )
+        problems.append(f"{checkpoints / LATEST}: the pointer to the newest checkpoint is missing or damaged.")
     for folder in candidates:
         try:
             Manifest.open(folder)
@@ -193,18 +191,14 @@ def newest_valid(checkpoints: Path) -> tuple[Path, list[str]]:
         else:
             return folder, problems
     if not problems:
-        raise CheckpointError(
-            "there is no checkpoint yet", where=str(checkpoints), fix="Train from the start"
-        )
+        raise CheckpointError("there is no checkpoint yet", where=str(checkpoints), fix="Train from the start")
     raise CheckpointError(
         "no checkpoint is whole:\n" + "\n".join(f"  {problem}" for problem in problems),
         where=str(checkpoints),
     )
 
 
-def prune(
-    checkpoints: Path, keep: int, best: int | None = None, budget_bytes: float | None = None
-) -> list[Path]:
+def prune(checkpoints: Path, keep: int, best: int | None = None, budget_bytes: float | None = None) -> list[Path]:
     """Removes old checkpoints; call it after `commit`, when the pointer has moved.
 
     Args:

@@ -22,9 +22,7 @@ _CHUNK = 4 << 20
 _BUFFER = 1 << 20
 
 
-def write_part(
-    folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES
-) -> dict[str, Any]:
+def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
     """Writes what this process owns to `part-00000-0.safetensors` and following, and syncs them.
 
     Hashing and writing release the interpreter's lock, so this runs in a thread beside training.
@@ -48,9 +46,7 @@ def write_part(
     for piece in pieces:
         if not piece.owner:
             held.setdefault(piece.kind, []).append(piece.name)
-        elif (
-            piece.values.numel() or 0 in piece.shape
-        ):  # an empty share of a tensor that is not empty is no box
+        elif piece.values.numel() or 0 in piece.shape:  # an empty share of a tensor that is not empty is no box
             owned.append(piece)
     files: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []

@@ -35,7 +35,14 @@ class LocalCluster:
         self._living: dict[int, Process] = {}
         self._forked: list[tuple[str, int, int]] = []
         self._ended: list[Exit] = []
-        command = [sys.executable, "-P", "-m", "verbund.cluster.warm", str(self.meeting.folder), str(orphan_grace)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "verbund.cluster.warm",
+            str(self.meeting.folder),
+            str(orphan_grace),
+        ]
         # numpy's BLAS would start a thread per core when it is imported, and a server with threads cannot be forked.
         # OpenMP's threads spin while they wait, which brings work to a halt as soon as somebody else needs a core.
         environment = {

@@ -206,9 +206,9 @@ class Supervisor:
         late = [w for w in living if now - w.since > self._limits.step_deadline]
         if late:
             # Those that wait in a collective are not the cause where somebody else has not come to it.
-            culprits = [w for w in late if w.doing != "all-reduce"] or [
-                w for w in living if w.doing != "all-reduce"
-            ] or late
+            culprits = (
+                [w for w in late if w.doing != "all-reduce"] or [w for w in living if w.doing != "all-reduce"] or late
+            )
             names = ", ".join(
                 f"{w.process.spec.name} ({w.doing}, step {w.step}, for {now - w.since:.0f} s)" for w in culprits
             )

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from verbund.cluster import worker
-from verbund.comm.parent import die_with_parent
 from verbund.cluster.process import ProcessSpec
+from verbund.comm.parent import die_with_parent
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Connection, WireError
 
@@ -49,12 +49,12 @@ def main() -> None:
 def _serve(connection: Connection, meeting: Meeting, wake: int, children: set[int]) -> None:
     """Forks on request and reports who ended, until the supervisor is gone."""
     while True:
-        readable, _, _ = select.select([connection, wake], [], [])
+        readable, _, _ = select.select([connection.fileno(), wake], [], [])
         if wake in readable:
             os.read(wake, 4096)
             for pid, status in _reaped(children):
                 connection.send("exit", {"pid": pid, "status": status})
-        if connection in readable:
+        if connection.fileno() in readable:
             message = connection.receive()
             if message.kind == "leave":
                 _end(children, 0.0)

@@ -122,7 +122,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         return {"error": error.record(), "trace": trace}
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [f for f in frames if not f.filename.startswith(_OWN) and "site-packages" not in f.filename]
-    frame = (foreign or frames or [None])[-1]
+    frame = next(reversed(foreign or frames), None)
     where = f"{frame.filename}, line {frame.lineno}" if frame is not None else None
     fix = None
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):

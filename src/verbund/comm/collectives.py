@@ -18,6 +18,9 @@ from torch import Tensor
 
 from verbund.errors import ClusterLost
 
+# The classes below the functions of torch.distributed, of which its stubs know only some.
+c10d: Any = dist
+
 Work = Any
 """torch's handle of a collective under way: `wait()`."""
 
@@ -46,17 +49,17 @@ class Group:
         if world == 1:
             return
         assert store is not None, "a group of several needs a store"
-        shared = dist.FileStore(str(store), world)
+        shared = c10d.FileStore(str(store), world)
         limit = timedelta(seconds=timeout)
-        options = dist.ProcessGroupGloo._Options()
+        options = c10d.ProcessGroupGloo._Options()
         options._timeout = limit
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         try:
-            self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", shared), rank, world, options)
+            self._gloo = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", shared), rank, world, options)
             if device.type == "cuda":
-                nccl = dist.ProcessGroupNCCL.Options()
+                nccl = c10d.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
-                self._nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", shared), rank, world, nccl)
+                self._nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl/", shared), rank, world, nccl)
             self.all_reduce(torch.zeros(1), "the first meeting")
         except RuntimeError as error:
             raise PeerLost(f"the {world} workers did not meet: {_first_line(error)}") from error
@@ -65,8 +68,8 @@ class Group:
         """Starts adding up `tensor` over all workers, in place; `finish` waits for it."""
         if self.world == 1:
             return None
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX if maximum else c10d.ReduceOp.SUM
         try:
             return self._backend(tensor).allreduce([tensor], options)
         except RuntimeError as error:

@@ -120,9 +120,7 @@ class Connection:
         body = []
         for name, array in arrays.items():
             if array.dtype.name not in _DTYPES or array.ndim > _DIMENSIONS:
-                raise ValueError(
-                    f"an array of type {array.dtype} and {array.ndim} dimensions does not travel"
-                )
+                raise ValueError(f"an array of type {array.dtype} and {array.ndim} dimensions does not travel")
             described.append([name, array.dtype.name, list(array.shape)])
             little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
             body.append(little.reshape(-1).view(np.uint8).data if array.size else memoryview(b""))
@@ -133,9 +131,7 @@ class Connection:
             ("body", size, self._body_limit),
         ):
             if count > limit:
-                raise ValueError(
-                    f"the message `{kind}` has a {what} of {count} bytes, over the limit of {limit}"
-                )
+                raise ValueError(f"the message `{kind}` has a {what} of {count} bytes, over the limit of {limit}")
         crc = zlib.crc32(header)
         for part in body:
             crc = zlib.crc32(part, crc)
@@ -189,10 +185,7 @@ class Connection:
             arrays[name] = array
         if seen != crc:
             raise WireError("a frame arrived damaged (CRC)")
-        if any(
-            array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1
-            for array in arrays.values()
-        ):
+        if any(array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1 for array in arrays.values()):
             raise WireError("an array of bool holds other bytes than 0 and 1")
         self._torn[1] = False
         return Message(kind, fields, arrays)
@@ -258,9 +251,7 @@ def _header(raw: bytearray, body_size: int) -> tuple[str, dict[str, Any], list[t
         ):
             raise WireError("an array's shape is not a list of sizes")
         itemsize = np.dtype(dtype).itemsize
-        if (
-            math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63
-        ):  # of an empty array too: numpy refuses it
+        if math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:  # of an empty array too: numpy refuses it
             raise WireError("an array's shape is too large")
         expected += math.prod(shape) * itemsize
         arrays.append((name, dtype, shape))

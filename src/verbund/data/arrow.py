@@ -91,13 +91,13 @@ class Decoder:
         if chunk.words is not None:
             raise Unsupported("it has lists of text")
         values = chunk.values.reshape(len(array), length, *chunk.values.shape[1:])
-        missing = None if chunk.missing is None else chunk.missing.reshape(len(array), length).any(axis=1)
+        missing = None if chunk.missing is None else np.asarray(chunk.missing.reshape(len(array), length).any(axis=1))
         if absent is not None:
             if values.dtype.kind == "f":
                 values = values.copy()
                 values[absent] = np.nan
             else:
-                missing = absent if missing is None else missing | absent
+                missing = absent if missing is None else np.logical_or(missing, absent)
         return Chunk(values, chunk.kind, missing)
 
 

@@ -81,7 +81,7 @@ class ColumnWriter:
             self._statistics.missing_rows(values < 0, self._rows)
         else:
             self._statistics.add(values, chunk.missing, self._rows)
-        self._stream.write(memoryview(np.ascontiguousarray(values)).cast("B") if values.size else b"")
+        self._stream.write(np.ascontiguousarray(values).tobytes() if values.size else b"")
         self._rows += len(values)
 
     def finish(self) -> Column:
@@ -246,9 +246,7 @@ class _Statistics:
                     self._first_fraction = first + (int(rows[row]) if rows is not None else row)
                     break
 
-    def _extremes(
-        self, flat: NDArray[Any], width: int, first: int, rows: NDArray[np.int64] | None = None
-    ) -> None:
+    def _extremes(self, flat: NDArray[Any], width: int, first: int, rows: NDArray[np.int64] | None = None) -> None:
         """`rows` are the rows that `flat` came from, if it is not all of them."""
         if not flat.size:
             return

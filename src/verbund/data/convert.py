@@ -157,7 +157,9 @@ def _differ(file: str, names: list[str], others: list[str]) -> None:
     extra = [name for name in others if name not in names]
     what = f"lacks `{missing[0]}`" if missing else f"has `{extra[0]}` besides" if extra else "has another order"
     raise DataError(
-        f"has other columns than the file before it: it {what}", where=file, fix="All files of a source have the same"
+        f"has other columns than the file before it: it {what}",
+        where=file,
+        fix="All files of a source have the same",
     )
 
 
@@ -166,7 +168,7 @@ def _tokens(found: Found, data: Data, tokenizer: Tokenizer, folder: Path, finger
     with open(folder / "0.bin", "wb") as stream:
         for tokens in tokenizer.tokens(found.files):
             if tokens.size:
-                stream.write(memoryview(np.ascontiguousarray(tokens)).cast("B"))
+                stream.write(np.ascontiguousarray(tokens).tobytes())
                 count += len(tokens)
                 largest = max(largest, int(tokens.max()))
     rows = (count - 1) // data.sequence if count else 0
@@ -221,9 +223,7 @@ def _images(found: Found, data: Data, folder: Path, fingerprint: str, like: Path
         vocabulary="classes.json",
     )
     sources = tuple(SourceFile(str(path), 1) for path in found.files)
-    return Manifest(
-        "images", len(labels), (image, label_column), sources, fingerprint, 1, root=str(found.root)
-    )
+    return Manifest("images", len(labels), (image, label_column), sources, fingerprint, 1, root=str(found.root))
 
 
 def content_hash(path: Path, cache: Path) -> str:

@@ -18,7 +18,8 @@ from verbund.errors import DataError, RunFailed, TaskError
 class DatasetSource(Source):
     """Calls `dataset[i]`; items may be tuples, dicts, arrays, tensors or numbers.
 
-    Before each item of a training batch torch's, numpy's and Python's generators are seeded by (seed, ticket, id), so that
+    Before each item of a training batch torch's, numpy's and Python's generators are seeded by (seed, ticket, id),
+    so that
     augmentations that draw from them are the same for any number of workers and loaders.
 
     Args:
@@ -82,7 +83,8 @@ def _array(name: str, value: Any, number: int) -> NDArray[Any]:
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         raise TaskError(
-            f"`{name}` of sample {number} is a {type(value).__name__}, not numbers", where="dataset().__getitem__"
+            f"`{name}` of sample {number} is a {type(value).__name__}, not numbers",
+            where="dataset().__getitem__",
         )
     # A Python number would come as float64; tensors made of it are float32.
     return array.astype(np.float32) if isinstance(value, float) else array

@@ -63,7 +63,8 @@ def read(samples: Samples, item: Item, transform: Transform | None) -> Batch:
 class Loader:
     """Iterates over the batches of a plan, in its order.
 
-    Column files are gathered where they are needed: that costs less than handing a batch from one thread to another. What
+    Column files are gathered where they are needed: that costs less than handing a batch from one thread to another.
+    What
     is slow to read (images, Datasets, augmentation) is read ahead by a thread, or by `processes`.
 
     Args:
@@ -165,11 +166,9 @@ class LoaderProcesses:
         """The plan's batches in its order; each process has up to `prefetch` items to read."""
         asked: deque[tuple[int, Item]] = deque()
         count = len(self._connections)
-        number = 0
-        for item in plan:
+        for number, item in enumerate(plan):
             self._ask(number % count, item)
             asked.append((number % count, item))
-            number += 1
             if len(asked) >= count * prefetch:
                 yield self._answer(*asked.popleft())
         while asked:
@@ -203,7 +202,8 @@ class LoaderProcesses:
         except WireError as error:
             few = ", ".join(map(str, item.ids[:4].tolist()))
             raise RunFailed(
-                f"loader process {number} ended or hangs while it read samples {few}: {error}", where="data.loaders"
+                f"loader process {number} ended or hangs while it read samples {few}: {error}",
+                where="data.loaders",
             ) from None
         if message.kind == "failed":
             raise from_record(message.fields["error"])
@@ -237,5 +237,3 @@ def _serve(connection: Connection, samples: Samples, transform: Transform | None
         pass  # the worker has ended
     finally:
         os._exit(0)
-
-

@@ -46,7 +46,9 @@ def _split(source: Source, data: Data, seed: int) -> tuple[Samples, Samples]:
     for side, name in zip(sides, ("train on", "validate with"), strict=True):
         if not len(side):
             raise DataError(
-                f"of {source.size} samples none is left to {name}", where="data.validation_fraction", fix="Change it"
+                f"of {source.size} samples none is left to {name}",
+                where="data.validation_fraction",
+                fix="Change it",
             )
     train, validation = sides
     return Samples(source, train), Samples(source, validation)

@@ -57,7 +57,7 @@ class Selection:
         Raises:
             IndexError: if a position is outside.
         """
-        if positions.size and not (0 <= positions.min() and positions.max() < len(self)):
+        if positions.size and not (positions.min() >= 0 and positions.max() < len(self)):
             raise IndexError(f"a position is outside of [0, {len(self)})")
         groups = np.searchsorted(self._before, positions, side="right") - 1
         rest = positions - self._before[groups]
@@ -66,4 +66,5 @@ class Selection:
         rows = np.arange(len(positions))
         bytes_ = self._bits[groups, places]
         rest -= counts[rows, places] - _COUNT[bytes_]
-        return (groups * _GROUP + places) * 8 + _SELECT[bytes_, rest]
+        ids: Ids = (groups * _GROUP + places) * 8 + _SELECT[bytes_, rest]
+        return ids

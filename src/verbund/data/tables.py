@@ -56,7 +56,9 @@ def _batches(path: Path, kind: SourceKind) -> Iterator[Any]:
 
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)]
+            texts = [
+                field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+            ]
         # Texts come as codes and a dictionary, which costs a fraction of the texts themselves.
         with pq.ParquetFile(path, read_dictionary=texts, memory_map=True) as file:
             yield from file.iter_batches(_ROWS)

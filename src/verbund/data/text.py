@@ -34,12 +34,16 @@ class Tokenizer:
             return
         path = folder / name
         if not path.is_file():
-            raise DataError(f"no such tokenizer: {path}", where="data.tokenizer", fix="Give `bytes` or a tokenizer.json")
+            raise DataError(
+                f"no such tokenizer: {path}", where="data.tokenizer", fix="Give `bytes` or a tokenizer.json"
+            )
         try:
             from tokenizers import Tokenizer as Inner
         except ImportError:
             raise DataError(
-                "the package tokenizers is not installed", where="data.tokenizer", fix="pip install 'verbund[text]'"
+                "the package tokenizers is not installed",
+                where="data.tokenizer",
+                fix="pip install 'verbund[text]'",
             ) from None
         try:
             self._inner = Inner.from_file(str(path))

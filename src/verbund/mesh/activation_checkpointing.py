@@ -59,7 +59,9 @@ def _matching(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
         if not hit:
             some = ", ".join(f"`{name}`" for name in list(modules)[:4])
             raise InputError(
-                f"`{pattern}` matches no module", where="train.activation_checkpointing", fix=f"There are {some}"
+                f"`{pattern}` matches no module",
+                where="train.activation_checkpointing",
+                fix=f"There are {some}",
             )
         found |= hit
     return found
@@ -73,4 +75,4 @@ def _wrap(module: nn.Module, context_fn: Callable[[], Contexts]) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
-    module.forward = saving  # type: ignore[method-assign]
+    module.forward = saving

@@ -1,7 +1,8 @@
 """Batch statistics (BatchNorm and its kin) that do not depend on how a global batch is divided.
 
 Over groups: every forward pass is a group of fixed composition, so the stock modules do; what is left are the running
-statistics, which `BufferDeltas` averages over the groups. Over the whole global batch: `synchronise` replaces the modules'
+statistics, which `BufferDeltas` averages over the groups. Over the whole global batch: `synchronise` replaces the
+modules'
 forward by one whose statistics are all-reduced.
 """
 
@@ -116,7 +117,7 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weights: Tensor, eps: float, all_reduce: AllReduce
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -140,7 +141,7 @@ class _Normalise(torch.autograd.Function):
         return normal, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         normal, scale, weights, count = ctx.saved_tensors
         dims = [dim for dim in range(grad.dim()) if dim != 1]
         shape = [1, -1] + [1] * (grad.dim() - 2)
@@ -174,7 +175,8 @@ class Synchronised:
             if not (module.training or not module.track_running_stats):
                 return stock(x)
             weights = self._weights if self._weights is not None else x.new_ones(len(x))
-            normal, mean, variance, count = _Normalise.apply(x, weights, module.eps, all_reduce)
+            normal: Tensor
+            normal, mean, variance, count = _Normalise.apply(x, weights, module.eps, all_reduce)  # type: ignore[no-untyped-call]
             if module.training and module.track_running_stats:
                 _track(module, mean, variance, count)
             if module.weight is None:
@@ -182,7 +184,7 @@ class Synchronised:
             shape = [1, -1] + [1] * (x.dim() - 2)
             return normal * module.weight.view(shape) + module.bias.view(shape)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:

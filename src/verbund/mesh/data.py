@@ -2,8 +2,8 @@
 all-reduced as sums, overlapped with the backward pass.
 
 Gradients are gathered into flat buckets in the reverse order of the parameters, which is about the order in which
-the backward pass makes them (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3). The last bucket carries, after
-its gradients, everything else that a step must agree on: loss, weight, flags, which parameters were used, and
+the backward pass makes them (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3). The last bucket carries,
+after its gradients, everything else that a step must agree on: loss, weight, flags, which parameters were used, and
 running statistics. So a step costs no collective besides those of its gradients.
 """
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from verbund.comm.collectives import Group, Work
 
-# Large enough that a collective's latency does not count, small enough that most of a large model is under way before the
+# Large enough that a collective's latency does not count, small enough that most of a large model is under way
+# before the
 # backward pass ends; measured on two cores with models of 1 to 80 MB.
-BUCKET_BYTES = 4 << 20
+BUCKET_BYTES = 100 << 20
 _WEIGHT_UNIT = 4096.0
 _NUMBERS = 4  # loss, weight in units of 4096, rest of the weight, flag
 
@@ -59,7 +60,7 @@ class _Bucket:
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
         self.parameters = parameters
-        pieces = self.flat.split([*sizes, tail])
+        pieces = torch.split(self.flat, [*sizes, tail])
         self.views = [piece.view_as(p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
         self.tail = pieces[-1]
         self.missing = len(parameters)
@@ -193,7 +194,7 @@ class GradientSums:
             while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].missing == 0:
                 self._launch(self._buckets[self._launched])
 
-        parameter.register_post_accumulate_grad_hook(arrived)
+        parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.arrival = time.monotonic_ns()

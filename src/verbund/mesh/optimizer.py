@@ -84,9 +84,7 @@ def check(spec: Optimizer) -> list[Problem]:
         return [Problem("train.optimizer.name", _REFUSED[name], "Choose another, e.g. `adamw`")]
     known = _classes()
     if name not in known:
-        return [
-            Problem("train.optimizer.name", f"`{spec.name}` is no optimiser", nearest(name, sorted(known)))
-        ]
+        return [Problem("train.optimizer.name", f"`{spec.name}` is no optimiser", nearest(name, sorted(known)))]
     without_dynamo()
     kind = known[name]
     base = {"lr": spec.lr, **spec.arguments()}
@@ -99,9 +97,7 @@ def check(spec: Optimizer) -> list[Problem]:
         extra = dict(group.model_extra or {})
         found = _argument_problems(kind, extra, where)
         found += [
-            Problem(
-                f"{where}.{key}", f"`{key}` holds for the whole optimiser", f"Give `train.optimizer.{key}`"
-            )
+            Problem(f"{where}.{key}", f"`{key}` holds for the whole optimiser", f"Give `train.optimizer.{key}`")
             for key in extra
             if key in _WHOLE
         ]
@@ -188,21 +184,13 @@ def _classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     """The optimisers of `torch.optim` by their names in lower case, without those that are refused."""
     found = {}
     for name, kind in vars(torch.optim).items():
-        if (
-            isinstance(kind, type)
-            and issubclass(kind, torch.optim.Optimizer)
-            and kind is not torch.optim.Optimizer
-        ):
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             found[name.lower()] = kind
     return {name: kind for name, kind in found.items() if name not in _REFUSED}
 
 
 def _arguments(kind: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(kind).parameters.items()
-        if name not in _NOT_OURS
-    }
+    return {name: parameter for name, parameter in inspect.signature(kind).parameters.items() if name not in _NOT_OURS}
 
 
 def _argument_problems(kind: Callable[..., Any], given: Mapping[str, Any], where: str) -> list[Problem]:
@@ -241,9 +229,7 @@ def _number(value: Any) -> bool:
 def _converted(kind: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as the class wants them: TOML has lists only where it wants tuples."""
     known = _arguments(kind)
-    return {
-        key: tuple(value) if isinstance(known[key].default, tuple) else value for key, value in given.items()
-    }
+    return {key: tuple(value) if isinstance(known[key].default, tuple) else value for key, value in given.items()}
 
 
 def _value_problems(
@@ -319,8 +305,7 @@ def _implementation(
     if "fused" in given or "foreach" in given:
         return {}
     plain = all(
-        type(parameter) in (Tensor, nn.Parameter) and parameter.device.type in _FAST_DEVICES
-        for parameter in parameters
+        type(parameter) in (Tensor, nn.Parameter) and parameter.device.type in _FAST_DEVICES for parameter in parameters
     )
     known = _arguments(kind)
     if plain and "fused" in known and all(parameter.is_floating_point() for parameter in parameters):

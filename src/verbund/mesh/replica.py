@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verbund import objectives
 from verbund.checkpoint.piece import Piece
@@ -127,7 +127,7 @@ class Replica:
                 # Collectives of the backward pass itself must not change places with those of the buckets.
                 self._sums.overlap()
             # A scalar: for anything else torch imports its symbolic shapes first, which takes half a second.
-            (total * scale).backward()
+            (total * scale).backward()  # type: ignore[no-untyped-call]
             self.buffers.add(0 if batch.phantom else len(batch.ids))
             loss = loss + total.detach()
             weight += float(sums.weight.sum())
@@ -174,7 +174,7 @@ class Replica:
         self.model.train()
         self._sums.begin()
         self.buffers.begin(first=True)
-        (self._forward(batch, 0).total.sum() / size).backward()
+        (self._forward(batch, 0).total.sum() / size).backward()  # type: ignore[no-untyped-call]
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise TaskError(
@@ -220,7 +220,9 @@ class Replica:
         ids = batch.ids
         few = ", ".join(map(str, ids[:4].tolist())) + (f", … {ids[-1]}" if len(ids) > 4 else "")
         return RunFailed(
-            f"{described['what']} (step {step}, samples {few})", where=described["where"], fix=described["fix"]
+            f"{described['what']} (step {step}, samples {few})",
+            where=described["where"],
+            fix=described["fix"],
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -235,7 +237,7 @@ class Replica:
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums | None]:
+    def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums]:
         """Output, targets and loss of one evaluation batch; `averaged` decides which weights are used."""
         columns = self._placed(batch.columns)
         inputs = self.task.inputs(columns)
@@ -319,7 +321,9 @@ class Replica:
             else "Replicas stay equal unless the model draws or keeps something of its own per process"
         )
         raise RunFailed(
-            f"the replicas differ before step {step}: `{self.names[index]}` on {workers}", where="train", fix=fix
+            f"the replicas differ before step {step}: `{self.names[index]}` on {workers}",
+            where="train",
+            fix=fix,
         )
 
 

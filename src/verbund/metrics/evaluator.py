@@ -82,8 +82,7 @@ class Evaluator:
         seen = Observed(output, targets, sums, self._objective, numbers)
         # Everything is measured before anything is kept: a batch that fails leaves no half of itself behind.
         measured = [
-            metric.measure(seen) if isinstance(metric, Metric) else metric.gather(seen)
-            for metric in self._metrics
+            metric.measure(seen) if isinstance(metric, Metric) else metric.gather(seen) for metric in self._metrics
         ]
         for metric, state in zip(self._metrics, measured, strict=True):
             if isinstance(state, dict):
@@ -174,9 +173,7 @@ def _check_batches(ordered: NDArray[np.int64], batches: int) -> None:
         raise RunFailed(f"evaluation batch {twice[0]} was evaluated twice")
     missing = np.setdiff1d(np.arange(batches), ordered)
     if missing.size:
-        raise RunFailed(
-            f"evaluation batch {missing[0]} was not evaluated ({missing.size} of {batches} are missing)"
-        )
+        raise RunFailed(f"evaluation batch {missing[0]} was not evaluated ({missing.size} of {batches} are missing)")
     if ordered.size > batches:
         raise RunFailed(f"evaluation batch {ordered[-1]} was evaluated, but there are only {batches}")
 
@@ -206,6 +203,4 @@ def _in_order(states: Sequence[State], prefix: str, order: NDArray[np.int64]) ->
     takes = [np.arange(ends[batch] - lengths[batch], ends[batch]) for batch in order]
     take = np.concatenate(takes) if takes else np.zeros(0, np.int64)
     keys = [key.removeprefix(prefix) for key in parts[0] if key.startswith(prefix)]
-    return {
-        key: np.concatenate([part[prefix + key] for part in parts])[take] for key in keys if key != "lengths"
-    }
+    return {key: np.concatenate([part[prefix + key] for part in parts])[take] for key in keys if key != "lengths"}

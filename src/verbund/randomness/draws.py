@@ -6,11 +6,12 @@ Every number is a function of its row's key and its element index alone.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from verbund.randomness.hash import hashed
+from verbund.randomness.hash import CHUNK, hashed
 
 _BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
@@ -66,9 +67,15 @@ def integers(keys: Tensor, count: int, low: int, high: int) -> Tensor:
     return out.remainder_(high - low).add_(low)
 
 
-def _threshold(p: float) -> int:
+@lru_cache(maxsize=256)
+def _threshold(p: float) -> Tensor:
     """The word below which a share `p` of all words lies."""
-    return min(round(p * 2.0**32), 2**32 - 1) - 2**31
+    return torch.tensor(max(min(round(p * 2.0**32), 2**32 - 1), 0) - 2**31, dtype=torch.int32)
+
+
+@lru_cache(maxsize=256)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def keep(keys: Tensor, count: int, p: float, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
@@ -77,11 +84,12 @@ def keep(keys: Tensor, count: int, p: float, dtype: torch.dtype, factor: float =
     if p >= 1.0:
         return out.zero_()
     threshold = _threshold(p)
+    whole = out.numel() <= CHUNK
     for rows, columns, h in hashed(keys, count, low_bits=False):
-        part = out[rows, columns]
+        part = out if whole else out[rows, columns]
         torch.ge(h, threshold, out=part)
         if factor != 1.0:
-            part.mul_(factor)
+            part.mul_(_number(factor, dtype))
     return out
 
 

@@ -1,95 +1,187 @@
-"""torch's random functions, drawing from keys."""
+"""torch's random functions, drawing from keys.
+
+`REPLACED` maps each function to what takes its place; a replacement gets the source of the numbers, the function and
+its arguments. `REFUSED` are the random functions that have no keyed form.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
+from verbund.errors import TaskError
 from verbund.randomness import draws
 
 Shape = torch.Size | tuple[int, ...]
-Keys = Callable[[Shape, torch.device], Tensor]
-KeysOf = Callable[[Shape, torch.device, str, bool], Tensor]
-Replacement = Callable[[KeysOf, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Fill = Callable[[Tensor, int], Tensor]
+"""Makes [R, count] numbers from row keys [2, R, 1] and `count`."""
 
-# alpha and scale of SELU (Klambauer et al., "Self-Normalizing Neural Networks", 2017): what alpha dropout sets to.
+
+class Source(Protocol):
+    """Where keyed numbers come from."""
+
+    def draw(
+        self,
+        shape: Shape,
+        device: torch.device,
+        what: str,
+        fill: Fill,
+        *,
+        batch: bool,
+        dimension: int | None = None,
+    ) -> Tensor:
+        """Numbers of `shape`, row by row from the samples' keys; `batch`: it must have a batch dimension."""
+        ...
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function whose inner random functions are to be replaced too."""
+        ...
+
+
+Replacement = Callable[[Source, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+# Minus scale times alpha of SELU, what alpha dropout sets elements to (Klambauer et al., "Self-Normalizing Neural
+# Networks", NeurIPS 2017, section 3).
 _ALPHA = -1.7580993408473766
 
 
-def dropout_of(module: nn.Module, x: Tensor, keys: Keys) -> Tensor:
-    """What a module of the dropout family does in training."""
-    p = float(module.p)  # type: ignore[arg-type]
-    if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
-        return alpha_dropout(x, p, keys, features=isinstance(module, nn.FeatureAlphaDropout))
-    result = dropout(x, p, keys, features=not isinstance(module, nn.Dropout))
-    return x.copy_(result) if getattr(module, "inplace", False) and not x.requires_grad else result
-
-
-def dropout(x: Tensor, p: float, keys: Keys, features: bool = False) -> Tensor:
+def dropout(
+    source: Source,
+    x: Tensor,
+    p: float,
+    what: str,
+    *,
+    features: bool = False,
+    inplace: bool = False,
+    dimension: int | None = None,
+) -> Tensor:
     """Zeroes elements, or whole features (dimension 1), with probability p and scales the rest by 1 / (1 − p)."""
     if x.numel() == 0:
         return x
     factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
-    return x * _mask(x, p, keys, features, factor)
+    mask = _mask(source, x, p, what, features, factor, dimension)
+    return x.mul_(mask) if inplace else x * mask
 
 
-def alpha_dropout(x: Tensor, p: float, keys: Keys, features: bool = False) -> Tensor:
+def alpha_dropout(
+    source: Source, x: Tensor, p: float, what: str, *, features: bool = False, inplace: bool = False
+) -> Tensor:
     """Dropout that keeps mean and variance of SELU activations (Klambauer et al., 2017, section 3)."""
     if x.numel() == 0:
         return x
     if p >= 1.0:
-        return torch.zeros_like(x)
-    mask = _mask(x, p, keys, features, 1.0)
-    a = ((1.0 - p) * (1.0 + p * _ALPHA**2)) ** -0.5
-    return (x * mask + _ALPHA * (1.0 - mask)) * a - a * _ALPHA * p
+        return x.mul_(0.0) if inplace else x * 0.0
+    scale = ((1.0 - p) * (1.0 + p * _ALPHA**2)) ** -0.5
+    mask = _mask(source, x, p, what, features, 1.0, None)
+    shift = (1.0 - mask).mul_(_ALPHA * scale).sub_(scale * _ALPHA * p)
+    mask.mul_(scale)
+    return x.mul_(mask).add_(shift) if inplace else x * mask + shift
 
 
-def _mask(x: Tensor, p: float, keys: Keys, features: bool, factor: float) -> Tensor:
+def _mask(
+    source: Source, x: Tensor, p: float, what: str, features: bool, factor: float, dimension: int | None
+) -> Tensor:
     shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if features else tuple(x.shape)
-    rows = keys(shape, x.device)
-    count = math.prod(shape) // rows.shape[1]
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    return draws.keep(rows, count, p, dtype, factor).view(shape)
+    dtype = x.dtype
+
+    def fill(keys: Tensor, count: int) -> Tensor:
+        return draws.keep(keys, count, p, dtype, factor)
+
+    return source.draw(shape, x.device, what, fill, batch=True, dimension=dimension)
 
 
-# -- replacements for functions -------------------------------------------------------------------------------------
+def dropout_of(source: Source, module: _DropoutNd, x: Tensor) -> Tensor:
+    """What a module of torch's dropout family does in training."""
+    kind = type(module).__name__
+    p, inplace = float(module.p), bool(module.inplace)
+    if isinstance(module, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+        return alpha_dropout(source, x, p, kind, features=isinstance(module, nn.FeatureAlphaDropout), inplace=inplace)
+    if x.dim() == (2 if isinstance(module, nn.Dropout1d) else 4 if isinstance(module, nn.Dropout3d) else 0):
+        # These two take an input with one dimension less as one sample without a batch.
+        return dropout(source, x.unsqueeze(0), p, kind, features=True, inplace=inplace).squeeze(0)
+    return dropout(source, x, p, kind, features=not isinstance(module, nn.Dropout), inplace=inplace)
 
 
-def _bound(keys: KeysOf, what: str) -> Keys:
-    return lambda shape, device: keys(shape, device, what, True)
+# -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _dropouts(features: bool, alpha: bool) -> Replacement:
-    def replace(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
-        if "train" in kwargs:
-            training = kwargs["train"]
-        if not training or p == 0.0:
-            return x
-        apply = alpha_dropout if alpha else dropout
-        result = apply(x, p, _bound(keys, getattr(func, "__name__", "dropout")), features)
-        return x.copy_(result) if inplace and not x.requires_grad else result
-
-    return replace
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
+def _arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
+) -> list[Any]:
     values = [kwargs.get(name, default) for name, default in zip(names, defaults, strict=True)]
     values[: len(args)] = args[: len(values)]
     return values
 
 
-def _attention(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@lru_cache(maxsize=64)
+def _undispatched(function: FunctionType) -> Callable[..., Any]:
+    """A copy of one of torch's Python functions that does not hand itself over to a mode once more; what it calls
+    still does."""
+    scope = {
+        **function.__globals__,
+        "has_torch_function": _never,
+        "has_torch_function_unary": _never,
+        "has_torch_function_variadic": _never,
+    }
+    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _inner(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For functions written in Python whose random part is another function of this table."""
+    assert isinstance(func, FunctionType)
+    return source.call(_undispatched(func), args, kwargs)
+
+
+# -- replacements ----------------------------------------------------------------------------------------------------
+
+
+def _dropouts(features: bool = False, alpha: bool = False, inplace: bool = False) -> Replacement:
+    def replace(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Those written in C++ call the third argument `train` and are in place by their name.
+        if "train" in kwargs:
+            kwargs = {**kwargs, "training": kwargs["train"]}
+        names = ("input", "p", "training", "inplace")
+        x, p, training, within = _arguments(args, kwargs, names, (None, 0.5, True, False))
+        if not training or p == 0.0:
+            return x
+        apply = alpha_dropout if alpha else dropout
+        return apply(source, x, float(p), func.__name__, features=features, inplace=within or inplace)
+
+    return replace
+
+
+def _native_dropout(
+    source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    x, p, train = _arguments(args, kwargs, ("input", "p", "train"), (None, 0.5, True))
+    if train is False or p == 0.0:
+        return x, torch.ones_like(x, dtype=torch.bool)
+    mask = _mask(source, x, p, "native_dropout", False, 1.0, None)
+    return x * mask * (1.0 / (1.0 - p) if p < 1.0 else 0.0), mask.to(torch.bool)
+
+
+def _attention(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention written out, as the fused kernels draw inside (Vaswani et al., 2017, equation 1)."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, p, causal = _arguments(args, kwargs, names, (None, None, None, None, 0.0, False))
     if p == 0.0:
         return func(*args, **kwargs)
-    scale = kwargs.get("scale") or query.shape[-1] ** -0.5
+    given = kwargs.get("scale")
+    scale = query.shape[-1] ** -0.5 if given is None else given
     if kwargs.get("enable_gqa"):
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -99,180 +191,208 @@ def _attention(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kw
         scores = scores.masked_fill(~allowed, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = dropout(scores.softmax(-1), p, _bound(keys, "scaled_dot_product_attention"))
-    return weights @ value
+    # Dimension 0 is the batch, or batch times heads; never the time.
+    weights = dropout(source, scores.softmax(-1), p, "scaled_dot_product_attention", dimension=0)
+    return weights.to(value.dtype) @ value
 
 
-def _multi_head(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs torch's own function, with the two that draw in it replaced while it runs."""
+def _multi_head(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own function, with the two that draw in it replaced: its weights come as [batch · heads, T, S], each
+    sample's heads together, or as [batch, heads, T, S]."""
+    assert isinstance(func, FunctionType)
+    plain = _undispatched(func)
 
     def keyed_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return dropout(x, p, _heads(keys)) if training and p > 0 else x
+        return dropout(source, x, p, func.__name__, dimension=0) if training and p > 0.0 else x
 
     def keyed_attention(*inner: Any, **options: Any) -> Any:
-        return _attention(keys, plain_attention, inner, options)
+        return _attention(source, functional.scaled_dot_product_attention, inner, options)
 
-    plain_dropout, plain_attention = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout, functional.scaled_dot_product_attention = keyed_dropout, keyed_attention
-    try:
-        return func(*args, **kwargs)
-    finally:
-        functional.dropout, functional.scaled_dot_product_attention = plain_dropout, plain_attention
+    assert isinstance(plain, FunctionType)
+    scope = {**plain.__globals__, "dropout": keyed_dropout, "scaled_dot_product_attention": keyed_attention}
+    keyed = FunctionType(plain.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    keyed.__kwdefaults__ = func.__kwdefaults__
+    return keyed(*args, **kwargs)
 
 
-def _heads(keys: KeysOf) -> Keys:
-    # The weights come as [batch · heads, T, S], each sample's heads together.
-    return _bound(keys, "multi_head_attention_forward")
+def _values(source: Source, target: Tensor, kind: str, what: str) -> Tensor:
+    """Numbers for every element of `target`: of its type, or float32 where that is no float."""
+    if target.is_complex():
+        raise TaskError(
+            f"`{what}` of complex numbers cannot be keyed by the sample",
+            where="train.randomness",
+            fix='Draw real and imaginary part, or set train.randomness = "worker" to draw from torch\'s own generator',
+        )
+    if target.numel() == 0:
+        return torch.empty_like(target)
+    drawn = {"uniform": draws.uniform, "normal": draws.normal, "exponential": draws.exponential}[kind]
+    dtype = target.dtype if target.is_floating_point() else torch.float32
+    return source.draw(
+        tuple(target.shape), target.device, what, lambda keys, count: drawn(keys, count, dtype), batch=False
+    )
 
 
 def _filled(kind: str) -> Replacement:
-    """Functions that make a new tensor: rand, randn, randint and their `_like`s."""
+    """Functions that make a new tensor: rand, randn and their `_like`s."""
 
-    def replace(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments, options = list(args), dict(kwargs)
-        bounds: tuple[int, int] | None = None
-        like = getattr(func, "__name__", "").endswith("_like")
-        if kind == "integers":
-            head = [arguments.pop(0)] if like else []
-            numbers = [options.pop(name) for name in ("low", "high") if name in options]
-            while arguments and isinstance(arguments[0], int) and len(numbers) < 2:
-                numbers.append(arguments.pop(0))
-            bounds = (0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-            arguments = head + arguments
-        empty = _empty(like, arguments, options, kind)
-        empty.copy_(_values(keys, empty, kind, getattr(func, "__name__", kind), bounds))
-        return empty.requires_grad_(bool(options.get("requires_grad")))
+    def replace(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        empty = _empty(func, list(args), dict(kwargs))
+        return empty.copy_(_values(source, empty, kind, func.__name__)).requires_grad_(
+            bool(kwargs.get("requires_grad"))
+        )
 
     return replace
 
 
-def _empty(like: bool, arguments: list[Any], options: dict[str, Any], kind: str) -> Tensor:
-    options = {name: value for name, value in options.items() if name not in ("requires_grad", "generator")}
-    if like:
-        source = arguments[0] if arguments else options.pop("input")
-        return torch.empty_like(source, **options)
-    if kind == "integers":
+def _integers(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """randint(low=0, high, size) and randint_like(input, low=0, high)."""
+    arguments, options = list(args), dict(kwargs)
+    head = [arguments.pop(0)] if func.__name__.endswith("_like") and arguments else []
+    numbers: list[int] = []
+    while arguments and not isinstance(arguments[0], (tuple, list)) and len(numbers) < 2:
+        numbers.append(int(arguments.pop(0)))
+    named = {name: int(options.pop(name)) for name in ("low", "high") if name in options}
+    high = named.get("high", numbers[-1] if numbers else 1)
+    low = named.get("low", numbers[0] if len(numbers) == 2 or (numbers and "high" in named) else 0)
+    if low >= high:
+        raise ValueError(f"{func.__name__}: low = {low} must be below high = {high}")
+    if not head:
         options.setdefault("dtype", torch.int64)
+    empty = _empty(func, head + arguments, options)
+    if empty.numel() == 0:
+        return empty
+    return empty.copy_(
+        source.draw(
+            tuple(empty.shape),
+            empty.device,
+            func.__name__,
+            lambda keys, count: draws.integers(keys, count, low, high),
+            batch=False,
+        )
+    )
+
+
+def _empty(func: Callable[..., Any], arguments: list[Any], options: dict[str, Any]) -> Tensor:
+    options = {name: value for name, value in options.items() if name not in ("requires_grad", "generator")}
+    if func.__name__.endswith("_like"):
+        return torch.empty_like(arguments[0] if arguments else options.pop("input"), **options)
     size = options.pop("size", None)
     if size is None:
         size = arguments[0] if arguments and isinstance(arguments[0], (tuple, list)) else tuple(arguments)
     return torch.empty(tuple(size), **options)
 
 
-def _values(keys: KeysOf, target: Tensor, kind: str, what: str, bounds: tuple[int, int] | None = None) -> Tensor:
-    shape = tuple(target.shape)
-    if target.numel() == 0:
-        return torch.empty_like(target)
-    rows = keys(shape, target.device, what, False)
-    count = target.numel() // rows.shape[1]
-    dtype = target.dtype if target.is_floating_point() else torch.float32
-    if kind == "integers":
-        assert bounds is not None
-        return draws.integers(rows, count, *bounds).view(shape)
-    drawn = {"uniform": draws.uniform, "normal": draws.normal, "exponential": draws.exponential}[kind]
-    return drawn(rows, count, dtype).view(shape)
-
-
-def _normal(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _normal(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mean, std, size = _arguments(args, kwargs, ("mean", "std", "size"), (0.0, 1.0, None))
-    if isinstance(mean, Tensor) or isinstance(std, Tensor):
-        target = torch.empty_like(mean if isinstance(mean, Tensor) else std)
-        if isinstance(mean, Tensor) and isinstance(std, Tensor):
-            target = torch.empty(torch.broadcast_shapes(mean.shape, std.shape), dtype=mean.dtype, device=mean.device)
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    if tensors:
+        shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
+        target = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     else:
         options = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
         target = torch.empty(tuple(size), **options)
-    return _values(keys, target, "normal", "normal") * std + mean
+    drawn = _values(source, target, "normal", "normal") * std + mean
+    out: Tensor | None = kwargs.get("out")
+    return drawn if out is None else out.copy_(drawn)
 
 
 def _in_place(kind: str) -> Replacement:
     """uniform_, normal_ and exponential_ of a tensor."""
+    names, defaults = {
+        "uniform": (("self", "from", "to"), (None, 0.0, 1.0)),
+        "normal": (("self", "mean", "std"), (None, 0.0, 1.0)),
+        "exponential": (("self", "lambd"), (None, 1.0)),
+    }[kind]
 
-    def replace(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target: Tensor = args[0]
-        names, defaults = {
-            "uniform": (("from", "to"), (0.0, 1.0)),
-            "normal": (("mean", "std"), (0.0, 1.0)),
-            "exponential": (("lambd", "_"), (1.0, None)),
-        }[kind]
-        first, second = _arguments(args[1:], kwargs, names, defaults)
-        values = _values(keys, target, kind, f"{kind}_")
+    def replace(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target, *bounds = _arguments(args, kwargs, names, defaults)
+        values = _values(source, target, kind, func.__name__)
         if kind == "uniform":
-            values = values * (second - first) + first
+            values.mul_(bounds[1] - bounds[0]).add_(bounds[0])
         elif kind == "normal":
-            values = values * second + first
+            values.mul_(bounds[1]).add_(bounds[0])
         else:
-            values = values / first
-        with torch.no_grad():
-            return target.copy_(values)
+            values.div_(bounds[0])
+        return target.copy_(values)
 
     return replace
 
 
-def _bernoulli(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source, p = _arguments(args, kwargs, ("input", "p"), (None, None))
-    return _coins(keys, torch.empty_like(source), source if p is None else p)
+def _bernoulli(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    probabilities, p = _arguments(args, kwargs, ("input", "p"), (None, None))
+    out: Tensor | None = kwargs.get("out")
+    drawn = _coins(source, probabilities.detach(), probabilities.detach() if p is None else p)
+    return drawn if out is None else out.copy_(drawn)
 
 
-def _bernoulli_(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, p = _arguments(args, kwargs, ("input", "p"), (None, 0.5))
-    with torch.no_grad():
-        return target.copy_(_coins(keys, target, p))
+def _bernoulli_(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, p = _arguments(args, kwargs, ("self", "p"), (None, 0.5))
+    return target.copy_(_coins(source, target.detach(), p))
 
 
-def _coins(keys: KeysOf, target: Tensor, p: Tensor | float) -> Tensor:
-    if target.numel() == 0:
-        return target
-    shape = tuple(target.shape)
-    rows = keys(shape, target.device, "bernoulli", False)
-    count = target.numel() // rows.shape[1]
+def _coins(source: Source, like: Tensor, p: Tensor | float) -> Tensor:
     if isinstance(p, Tensor):
-        each = p.expand(shape).reshape(rows.shape[1], count)
-        return draws.bernoulli_each(rows, count, each, target.dtype).view(shape)
-    return draws.bernoulli(rows, count, float(p), target.dtype).view(shape)
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        target = torch.empty(like.shape, dtype=wide, device=like.device)
+        return (_values(source, target, "uniform", "bernoulli") < p).to(like.dtype)
+    if like.numel() == 0:
+        return torch.empty_like(like)
+    dtype = like.dtype
+    return source.draw(
+        tuple(like.shape),
+        like.device,
+        "bernoulli",
+        lambda keys, count: draws.bernoulli(keys, count, p, dtype),
+        batch=False,
+    )
 
 
-def _gumbel(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Jang, Gu and Poole, "Categorical Reparameterization with Gumbel-Softmax", 2017, equation 2."""
-    logits, tau, hard, _, dim = _arguments(args, kwargs, ("logits", "tau", "hard", "eps", "dim"), (None, 1.0, False, 0, -1))
-    noise = -_values(keys, logits, "exponential", "gumbel_softmax").log()
-    soft = ((logits + noise) / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.max(dim, keepdim=True)[1]
-    one = torch.zeros_like(logits).scatter_(dim, index, 1.0)
-    return one - soft.detach() + soft
+def _rrelu(inplace: bool) -> Replacement:
+    """Randomised leaky ReLU (Xu et al., "Empirical Evaluation of Rectified Activations", 2015)."""
+
+    def replace(source: Source, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "lower", "upper", "training", "inplace")
+        x, lower, upper, training, within = _arguments(args, kwargs, names, (None, 1 / 8, 1 / 3, False, False))
+        if not training:
+            return func(*args, **kwargs)
+        drawn = _values(source, x.detach(), "uniform", "rrelu").mul_(upper - lower).add_(lower)
+        slope = torch.where(x.detach() >= 0, torch.ones_like(drawn), drawn)
+        return x.mul_(slope) if inplace or within is True else x * slope
+
+    return replace
 
 
-def _rrelu(keys: KeysOf, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = ("input", "lower", "upper", "training", "inplace")
-    x, lower, upper, training, _ = _arguments(args, kwargs, names, (None, 1 / 8, 1 / 3, False, False))
-    if not training:
-        return func(*args, **kwargs)
-    slope = _values(keys, x, "uniform", "rrelu") * (upper - lower) + lower
-    return torch.where(x >= 0, x, x * slope)
-
+_DROPOUT, _FEATURES = _dropouts(), _dropouts(features=True)
+_ALPHAS, _ALPHA_FEATURES = _dropouts(alpha=True), _dropouts(features=True, alpha=True)
 
 REPLACED: dict[Callable[..., Any], Replacement] = {
-    functional.dropout: _dropouts(features=False, alpha=False),
-    functional.dropout1d: _dropouts(features=True, alpha=False),
-    functional.dropout2d: _dropouts(features=True, alpha=False),
-    functional.dropout3d: _dropouts(features=True, alpha=False),
-    functional.alpha_dropout: _dropouts(features=False, alpha=True),
-    functional.feature_alpha_dropout: _dropouts(features=True, alpha=True),
+    functional.dropout: _DROPOUT,
+    functional.dropout1d: _inner,
+    functional.dropout2d: _inner,
+    functional.dropout3d: _inner,
+    functional.alpha_dropout: _ALPHAS,
+    functional.feature_alpha_dropout: _ALPHA_FEATURES,
     functional.scaled_dot_product_attention: _attention,
     functional.multi_head_attention_forward: _multi_head,
-    functional.gumbel_softmax: _gumbel,
-    functional.rrelu: _rrelu,
-    torch.dropout: _dropouts(features=False, alpha=False),
-    torch.feature_dropout: _dropouts(features=True, alpha=False),
-    torch.alpha_dropout: _dropouts(features=False, alpha=True),
+    functional.gumbel_softmax: _inner,
+    functional.rrelu: _rrelu(inplace=False),
+    torch.dropout: _DROPOUT,
+    torch.dropout_: _dropouts(inplace=True),
+    torch.native_dropout: _native_dropout,
+    torch.feature_dropout: _FEATURES,
+    torch.feature_dropout_: _dropouts(features=True, inplace=True),
+    torch.alpha_dropout: _ALPHAS,
+    torch.alpha_dropout_: _dropouts(alpha=True, inplace=True),
+    torch.feature_alpha_dropout: _ALPHA_FEATURES,
+    torch.feature_alpha_dropout_: _dropouts(features=True, alpha=True, inplace=True),
+    torch.rrelu: _rrelu(inplace=False),
+    torch.rrelu_: _rrelu(inplace=True),
     torch.rand: _filled("uniform"),
     torch.rand_like: _filled("uniform"),
     torch.randn: _filled("normal"),
     torch.randn_like: _filled("normal"),
-    torch.randint: _filled("integers"),
-    torch.randint_like: _filled("integers"),
+    torch.randint: _integers,
+    torch.randint_like: _integers,
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
@@ -287,10 +407,15 @@ REFUSED: dict[Callable[..., Any], str] = {
     torch.multinomial: "torch.multinomial",
     Tensor.multinomial: "Tensor.multinomial",
     torch.poisson: "torch.poisson",
+    torch.binomial: "torch.binomial",
+    torch._standard_gamma: "a gamma, beta or Student distribution",
+    torch._sample_dirichlet: "a Dirichlet distribution",
     Tensor.random_: "Tensor.random_",
     Tensor.geometric_: "Tensor.geometric_",
     Tensor.cauchy_: "Tensor.cauchy_",
     Tensor.log_normal_: "Tensor.log_normal_",
     functional.fractional_max_pool2d: "fractional_max_pool2d",
+    functional.fractional_max_pool2d_with_indices: "fractional_max_pool2d",
     functional.fractional_max_pool3d: "fractional_max_pool3d",
+    functional.fractional_max_pool3d_with_indices: "fractional_max_pool3d",
 }

@@ -1,15 +1,16 @@
 """A counter-based hash in plain torch integers, vectorised over samples and elements.
 
-A sample has a key of two 32-bit words, an element has one word that depends on its index alone and is cached. For
-row key (a, b) and element word e:
+A row (a sample) has a key of two 32-bit words, an element has one word that depends on its index alone and is cached.
+For row key (a, b) and element word e:
 
     h = (a ^ e) * M1;  h ^= h >> 15;  h = (h + b) * M2;  h ^= h >> 16
 
-The constants are those of the two-round integer hash `lowbias32` as improved by TheIronBorn (Chris Wellons, "Prospecting
-for Hash Functions", 2018; https://github.com/skeeto/hash-prospector). Its first shift is left out: `a` and `e` are
-mixed already, and a shift-xor is linear over xor. Torch's shifts of signed integers are arithmetic; `h ^ (h >> k)`
-is a bijection all the same. Keys are mixed with the finaliser of splitmix64 (Steele, Lea and Flood, "Fast Splittable
-Pseudorandom Number Generators", OOPSLA 2014).
+The constants are those of the two-round integer hash `lowbias32` as improved by TheIronBorn (Chris Wellons,
+"Prospecting for Hash Functions", 2018; https://github.com/skeeto/hash-prospector). Its first shift is left out: `a`
+and `e` are mixed already, and a shift-xor is linear over xor. The shifts are logical: torch's are arithmetic for signed
+integers, and with those `h ^ (h >> k)` would lose the sign. Keys are mixed with the finaliser of splitmix64 (Steele,
+Lea and Flood,
+"Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -18,23 +19,33 @@ from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SPLITMIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_M1 = 0x21F0AAAD
-_M2 = 0x735A2D97
+_STEP = np.uint64(_GOLDEN)
+_FACTORS = tuple(map(np.uint64, _SPLITMIX))
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
+# As tensors: torch takes three times as long over a Python number, which it wraps anew at every call.
+_M1 = torch.tensor(0x21F0AAAD, dtype=torch.int32)
+_M2 = torch.tensor(0x735A2D97, dtype=torch.int32)
+_15 = torch.tensor(15, dtype=torch.int32)
+_16 = torch.tensor(16, dtype=torch.int32)
+_MASK_15 = torch.tensor((1 << 17) - 1, dtype=torch.int32)
+_MASK_16 = torch.tensor((1 << 16) - 1, dtype=torch.int32)
 # Elements hashed at once: the scratch of one chunk (two times 256 KiB) stays in a core's second-level cache.
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 _LANE_BITS = 40
 
 
-def _signed(x: int) -> int:
-    """The 64 bits of `x` as torch's signed integer."""
-    x &= _MASK
-    return x - (1 << 64) if x >> 63 else x
+def _signed32(x: int) -> int:
+    """The low 32 bits of `x` as torch's signed integer."""
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >> 31 else x
 
 
 def mix(x: int) -> int:
@@ -59,34 +70,41 @@ def text_key(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def mix_tensor(x: Tensor) -> Tensor:
-    """`mix` of every element of an int64 tensor; the bits are those of `mix`."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_SPLITMIX[0])
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_SPLITMIX[1])
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _words(keys: Tensor) -> Tensor:
-    """Int64 keys [R] as two int32 words each, [2, R, 1]."""
-    return keys.view(torch.int32).view(-1, 2).t().contiguous().unsqueeze(2)
+def mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix` of every element, in place."""
+    x ^= x >> _SHIFTS[0]
+    x *= _FACTORS[0]
+    x ^= x >> _SHIFTS[1]
+    x *= _FACTORS[1]
+    x ^= x >> _SHIFTS[2]
+    return x
 
 
 def sample_keys(key: int, ids: Tensor) -> Tensor:
-    """Row keys of samples under `key`.
+    """Row keys of samples under `key`. Computed by numpy: a batch of ids is short, and torch's calls cost more.
 
     Args:
         key: 64 bits, e.g. `combine(seed, step)`.
         ids: int64 [B].
 
     Returns:
-        Int32 [2, B, 1]: two words per sample.
+        Int32 [2, B, 1] on the device of `ids`: two words per sample.
     """
-    return _words(mix_tensor(ids * _signed(_GOLDEN) + _signed(key)))
+    mixed = mix_array(ids.numpy(force=True).astype(np.uint64) * _STEP + np.uint64(key))
+    words = torch.from_numpy(mixed.view(np.int32).reshape(-1, 2).T.copy()).unsqueeze(2)
+    return words if ids.device.type == "cpu" else words.to(ids.device)
 
 
 def single_key(key: int, device: torch.device) -> Tensor:
     """`key` itself as a row key, int32 [2, 1, 1]."""
-    return _words(torch.tensor([_signed(key)], dtype=torch.int64, device=device))
+    high, low = (_signed32(key >> 32), _signed32(key))
+    return torch.tensor([[[high]], [[low]]], dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=8192)
+def use_key(name: str, use: int, device: torch.device) -> Tensor:
+    """Int32 [2, 1, 1]: what the keys of samples are xored with for the n-th use in a module."""
+    return single_key(combine(text_key(name), use), device)
 
 
 _elements: dict[tuple[int, torch.device], Tensor] = {}
@@ -100,9 +118,9 @@ def elements(count: int, lane: int, device: torch.device) -> Tensor:
     cached = _elements.get((lane, device))
     if cached is None or cached.numel() < count:
         length = max(1024, 1 << (count - 1).bit_length())
-        index = torch.arange(length, dtype=torch.int64, device=device) + (lane << _LANE_BITS)
-        hashed = mix_tensor(index * _signed(_GOLDEN) + _signed(_SPLITMIX[0]))
-        cached = _elements[lane, device] = hashed.view(torch.int32)[::2].contiguous()
+        index = np.arange(length, dtype=np.uint64) + np.uint64(lane << _LANE_BITS)
+        mixed = mix_array(index * _STEP + np.uint64(_SPLITMIX[0]))
+        cached = _elements[lane, device] = torch.from_numpy(mixed.view(np.int32)[::2].copy()).to(device)
     return cached[:count]
 
 
@@ -121,28 +139,37 @@ def hashed(keys: Tensor, count: int, lane: int = 0, *, low_bits: bool = True) ->
     rows = keys.shape[1]
     if rows == 0 or count == 0:
         return
-    high, low = keys[0], keys[1]
+    high, low = keys.unbind(0)
     element = elements(count, lane, keys.device)
     # Other devices have no such cache to stay within, and pay for every launch.
-    chunk = _CHUNK if keys.device.type == "cpu" else rows * count
-    if rows * count <= chunk:
-        row_step, element_step = rows, count
-    elif count <= chunk:
-        row_step, element_step = chunk // count, count
-    else:
-        row_step, element_step = 1, chunk
+    if rows * count <= CHUNK or keys.device.type != "cpu":
+        yield slice(None), slice(None), _hash(high, low, element, None, low_bits)
+        return
+    row_step, element_step = (max(CHUNK // count, 1), count) if count <= CHUNK else (1, CHUNK)
     scratch = torch.empty((2, row_step * element_step), dtype=torch.int32, device=keys.device)
     for row in range(0, rows, row_step):
         in_rows = slice(row, min(row + row_step, rows))
         for start in range(0, count, element_step):
             in_elements = slice(start, min(start + element_step, count))
             shape = (in_rows.stop - row, in_elements.stop - start)
-            size = shape[0] * shape[1]
-            h, shifted = scratch[0, :size].view(shape), scratch[1, :size].view(shape)
-            torch.bitwise_xor(high[in_rows], element[in_elements], out=h)
-            h.mul_(_M1)
-            h.bitwise_xor_(torch.bitwise_right_shift(h, 15, out=shifted))
-            h.add_(low[in_rows]).mul_(_M2)
-            if low_bits:
-                h.bitwise_xor_(torch.bitwise_right_shift(h, 16, out=shifted))
-            yield in_rows, in_elements, h
+            free = scratch[:, : shape[0] * shape[1]].view(2, *shape)
+            yield (
+                in_rows,
+                in_elements,
+                _hash(high[in_rows], low[in_rows], element[in_elements], free, low_bits),
+            )
+
+
+def _hash(high: Tensor, low: Tensor, element: Tensor, free: Tensor | None, low_bits: bool) -> Tensor:
+    if free is None:
+        h = torch.bitwise_xor(high, element)
+        shifted = torch.empty_like(h)
+    else:
+        h, shifted = free[0], free[1]
+        torch.bitwise_xor(high, element, out=h)
+    h.mul_(_M1)
+    h.bitwise_xor_(torch.bitwise_right_shift(h, _15, out=shifted).bitwise_and_(_MASK_15))
+    h.add_(low).mul_(_M2)
+    if low_bits:
+        h.bitwise_xor_(torch.bitwise_right_shift(h, _16, out=shifted).bitwise_and_(_MASK_16))
+    return h

@@ -1,15 +1,16 @@
 """Keys what a model draws while it is trained: dropout, noise, whatever torch function draws it.
 
-Modules of the dropout family get a forward of their own, which costs nothing elsewhere. All other random functions are
-met by a `TorchFunctionMode`. That costs a little on every call of torch, so the first training forward finds out whether
-the model calls any; if not, the mode stays off.
+Modules of the dropout family, and recurrent ones with dropout between their layers, get a forward of their own, which
+costs nothing elsewhere. All other random functions are met by a `TorchFunctionMode`. That costs a microsecond or two on
+every call of torch, so it is on only inside the modules that were seen to call one: the first training pass looks
+everywhere, and so does a pass after one that moved torch's own generator behind our back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,186 +19,417 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from verbund.errors import TaskError
-from verbund.randomness import functions
-from verbund.randomness.hash import combine, sample_keys, single_key, text_key
+from verbund.randomness import functions, recurrent
+from verbund.randomness.functions import Fill, Shape
+from verbund.randomness.hash import combine, sample_keys, single_key, text_key, use_key
+from verbund.randomness.override import Override
 
-_OUT = "Put the batch first, or set train.randomness = \"worker\" to draw from torch's own generator"
+_OUT = 'Put the batch first, or set train.randomness = "worker" to draw from torch\'s own generator'
+# What draws while no module is being called: the task's loss, its `inputs`.
+_OUTSIDE = "(outside the model)"
+_SHARED = text_key("shared by the global batch")
+# Draws whose layout is remembered, to notice one that changes; a loop without end must not fill the memory.
+_SITES = 4096
+# Passes between two searches that found nothing double, up to this.
+_LONGEST_PAUSE = 1 << 12
 
 
-@dataclass
 class _Pass:
     """One forward pass: whose samples, and what was drawn so far."""
 
-    key: int
-    ids: Tensor
-    uses: dict[str, int] = field(default_factory=dict)
-    stack: list[str] = field(default_factory=list)
+    __slots__ = ("_bases", "_key", "ids", "moded", "name", "searching", "seed", "step", "training", "uses")
+
+    def __init__(self, seed: int, step: int, ids: Tensor) -> None:
+        self.seed = seed
+        self.step = step
+        self.ids = ids
+        self.uses: dict[str, int] = {}
+        self.name = _OUTSIDE
+        self.training = False
+        self.moded = False
+        self.searching = False
+        self._key: int | None = None
+        self._bases: dict[torch.device, Tensor] = {}
 
     def copy(self) -> _Pass:
-        return _Pass(self.key, self.ids, dict(self.uses), list(self.stack))
+        """The same state, which then goes its own way."""
+        copied = _Pass(self.seed, self.step, self.ids)
+        copied.uses = dict(self.uses)
+        copied.name, copied.training = self.name, self.training
+        copied.moded, copied.searching = self.moded, self.searching
+        copied._key, copied._bases = self._key, self._bases
+        return copied
+
+    def _step_key(self) -> int:
+        if self._key is None:
+            self._key = combine(self.seed, self.step)
+        return self._key
+
+    def next_use(self, name: str) -> int:
+        use = self.uses.get(name, 0)
+        self.uses[name] = use + 1
+        return use
+
+    def sample_keys(self, name: str, use: int, device: torch.device) -> Tensor:
+        """Row keys of all samples, int32 [2, B, 1]."""
+        base = self._bases.get(device)
+        if base is None:
+            base = self._bases[device] = sample_keys(self._step_key(), self.ids).to(device)
+        return base ^ use_key(name, use, device)
+
+    def shared_key(self, name: str, use: int, device: torch.device) -> Tensor:
+        """One row key for the whole global batch, int32 [2, 1, 1]."""
+        return single_key(combine(self._step_key(), _SHARED, text_key(name), use), device)
 
 
 class SampleRandomness:
     """Every number depends on (seed, step, sample id, module name, n-th use in that module, element) alone.
 
-    Dimension 0 of what is drawn must be the batch, or a multiple of it with each sample's rows together. What has no
-    such dimension is one draw for the whole global batch.
+    Dimension 0 of what is drawn must be the batch, or a multiple of it with each sample's rows together; in models
+    with modules that say `batch_first=False`, dimension 1 of three. Dropout without a batch dimension is refused; any
+    other draw without one is a draw for the whole global batch, the same on all workers. Where torch draws with an
+    explicit `generator=`, it is left alone.
+
+    A draw such as `torch.rand(8)` that is meant for the whole batch looks like one row per sample to a batch of 1, 2, 4
+    or 8 samples. One whose layout changes between two passes is refused.
 
     Args:
-        model: its dropout modules get a keyed forward; names and states stay as they are.
+        model: its dropout modules get a keyed forward; classes, names and states stay as they are.
         seed: of the job.
-
-    Raises:
-        TaskError: if the model has dropout between the layers of an LSTM, GRU or RNN, which no key can reach.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
+        self._model = model
         self._pass: _Pass | None = None
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._functions: bool | None = None
         self._mode = _Mode(self)
+        self._active = _Active(self)
+        self._modules = dict(model.named_modules())
+        self._time_major = any(getattr(module, "batch_first", True) is False for module in model.modules())
+        self._layouts: dict[tuple[str, int], tuple[bool, int, int]] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._drawing: set[str] = set()
+        self._searched = False
+        self._suspicious = False
+        self._passes = 0
+        self._pause = 1
+        self._next_search = 0
         for name, module in model.named_modules():
-            if isinstance(module, _DropoutNd):
-                self._key_module(name, module)
-            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
-                raise TaskError(
-                    f"`{name}` has dropout between the layers of a {type(module).__name__}, which cannot be keyed by "
-                    "the sample",
-                    where="train.randomness",
-                    fix='Use one layer each with nn.Dropout between them, or set train.randomness = "worker"',
-                )
+            if isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__:
+                _KeyedDropout(self, name, module).install()
+            elif isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+                _KeyedRecurrent(self, name, module).install()
 
-    @contextmanager
-    def active(self, step: int, ids: Tensor) -> Iterator[None]:
-        """Within the block forward passes of the samples `ids` (int64 [B]) draw keyed numbers."""
-        self._pass = _Pass(combine(self._seed, step), ids)
-        try:
-            if self._functions is False:
-                yield
-            else:
-                with self._watching():
-                    yield
-                # Some models draw only now and then; one that drew nothing in a whole training forward does not.
-                self._functions = bool(self._functions or self._mode.met)
-        finally:
-            self._pass = None
+    def active(self, step: int, ids: Tensor) -> AbstractContextManager[None]:
+        """Within the block the forward pass of the samples `ids` (int64 [B]) draws keyed numbers.
 
-    def context_fn(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        One block at a time; how often a module drew is counted from its start.
+        """
+        self._active.step, self._active.ids = step, ids
+        return self._active
+
+    def context_fn(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For activation checkpointing: the repetition of a forward pass draws what the first one drew."""
         if self._pass is None:
             return nullcontext(), nullcontext()
-        return nullcontext(), self._again(self._pass.copy())
+        return nullcontext(), _Again(self, self._pass.copy())
 
     def report(self) -> str:
         return "sample"
 
-    @contextmanager
-    def _again(self, state: _Pass) -> Iterator[None]:
-        former, self._pass = self._pass, state
-        try:
-            with self._watching() if self._functions is not False else nullcontext():
-                yield
-        finally:
-            self._pass = former
+    # -- passes --------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """The mode, and the names of the modules that are being called."""
-        hooks = (
-            nn.modules.module.register_module_forward_pre_hook(self._enter),
-            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
-        )
-        try:
-            with self._mode:
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def _begin(self, step: int, ids: Tensor) -> None:
+        current = self._pass = _Pass(self._seed, step, ids)
+        if not self._model.training:
+            return
+        current.training = True
+        if not self._searched or (self._suspicious and self._passes >= self._next_search):
+            current.searching = True
+            self._watch(set(self._modules))
+        if current.searching or _OUTSIDE in self._drawing:
+            current.moded = True
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if self._pass is not None:
-            self._pass.stack.append(self._names.get(id(module), ""))
+    def _end(self, state: _Pass, completed: bool, moved: bool) -> None:
+        self._pass = None
+        if state.moded:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if not completed or not state.training:
+            return
+        self._passes += 1
+        if state.searching:
+            self._settle(state)
+        elif moved and not state.moded:
+            self._suspicious = True
 
-    def _leave(self, *_: Any) -> None:
-        if self._pass is not None and self._pass.stack:
-            self._pass.stack.pop()
+    def _settle(self, state: _Pass) -> None:
+        """After a search: from now on the mode is on in the modules that drew, and what is below them has its name."""
+        found = {name for name in self._mode.met if name not in self._drawing}
+        late = found and self._searched
+        self._suspicious = False
+        if found:
+            self._pause = 1
+        elif self._searched:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._next_search = self._passes + self._pause
+        self._searched = True
+        self._drawing |= found
+        everywhere = _OUTSIDE in self._drawing
+        self._watch({n for n in self._modules if everywhere or any(_within(n, top) for top in self._drawing)})
+        if late:
+            names = ", ".join(f"`{name}`" for name in sorted(found))
+            warnings.warn(
+                f"{names} drew random numbers in step {state.step} but not in the first: what was drawn there in "
+                "between was not keyed by the sample",
+                stacklevel=4,
+            )
 
-    # -- keys ----------------------------------------------------------------------------------------------------
+    def _watch(self, names: set[str]) -> None:
+        for name in list(self._watched):
+            if name not in names:
+                self._watched.pop(name).remove()
+        for name in names - self._watched.keys():
+            watched = self._watched[name] = _Watched(self, name, self._modules[name])
+            watched.install()
 
-    def keys(self, shape: torch.Size | tuple[int, ...], device: torch.device, what: str, batch: bool) -> Tensor:
-        """Row keys for the next draw of this shape: one row per sample, or one for all.
+    # -- draws ---------------------------------------------------------------------------------------------------
+
+    def draw(
+        self,
+        shape: Shape,
+        device: torch.device,
+        what: str,
+        fill: Fill,
+        *,
+        batch: bool,
+        dimension: int | None = None,
+        name: str | None = None,
+    ) -> Tensor:
+        """Numbers for the next use in a module.
 
         Args:
             shape: of what is drawn.
             device: where.
             what: the function, for messages.
-            batch: whether dimension 0 must be the batch.
+            fill: makes [R, count] numbers from row keys.
+            batch: whether there must be a batch dimension.
+            dimension: the one that is the batch; None finds out.
+            name: of the module; None is the one being called.
 
         Raises:
-            TaskError: if it must and is not.
+            TaskError: if there is no batch dimension where one must be, or if a draw has one now and then.
         """
         current = self._pass
         assert current is not None
-        name = current.stack[-1] if current.stack else ""
-        return self._keys_of(current, name, shape, device, what, batch)
-
-    def _keys_of(
-        self, current: _Pass, name: str, shape: torch.Size | tuple[int, ...], device: torch.device, what: str, batch: bool
-    ) -> Tensor:
-        use = current.uses[name] = current.uses.get(name, -1) + 1
-        key = combine(current.key, text_key(name), use)
+        if name is None:
+            name = current.name
+        use = current.next_use(name)
         size = len(current.ids)
-        if len(shape) > 0 and shape[0] > 0 and shape[0] % size == 0:
-            return sample_keys(key, current.ids.to(device))
-        if batch:
+        if dimension is None:
+            dimension = 1 if self._time_major and len(shape) == 3 and shape[1] == size else 0
+        per_sample = len(shape) > dimension and shape[dimension] > 0 and size > 0 and shape[dimension] % size == 0
+        if batch and not per_sample:
             raise TaskError(
-                f"`{what}` in module `{name}` has {list(shape)} values for a batch of {size} samples: dimension 0 is not "
-                "the batch",
+                f"`{what}` in module `{name}` has shape {list(shape)} for a batch of {size} samples: dimension "
+                f"{dimension} is not the batch",
                 where="train.randomness",
                 fix=_OUT,
             )
-        return single_key(key, device)
+        if not batch and shape:
+            per_sample = self._layout(name, use, what, shape, per_sample, size)
+        if not per_sample:
+            return fill(current.shared_key(name, use, device), _product(shape)).view(shape)
+        keys = current.sample_keys(name, use, device)
+        if dimension == 0:
+            return fill(keys, _product(shape) // size).view(shape)
+        turned = (shape[1], shape[0], *shape[2:])
+        return fill(keys, _product(shape) // size).view(turned).transpose(0, 1)
 
-    def _key_module(self, name: str, module: _DropoutNd) -> None:
-        stock = module.forward
+    def _layout(self, name: str, use: int, what: str, shape: Shape, per_sample: bool, size: int) -> bool:
+        """Whether a draw that need not have a batch dimension has one, as it had before."""
+        before = self._layouts.get((name, use))
+        if before is not None and before[2] != size:
+            was_per_sample, rows, other = before
+            # One row fits a batch of one either way: what larger batches showed decides.
+            if size == 1 and not was_per_sample:
+                return False
+            same_rows = per_sample and rows == shape[0]
+            if was_per_sample != per_sample or same_rows:
+                raise TaskError(
+                    f"`{what}` in module `{name}` draws {list(shape)} for {size} samples and drew {rows} rows for "
+                    f"{other}: it is neither one draw per sample nor one for the whole batch",
+                    where="train.randomness",
+                    fix="Draw a multiple of x.shape[0] rows for numbers per sample, or torch.rand(()) for one that all "
+                    'share, or set train.randomness = "worker"',
+                )
+        if len(self._layouts) < _SITES:
+            self._layouts[name, use] = (per_sample, shape[0], size)
+        return per_sample
 
-        def forward(x: Tensor) -> Tensor:
-            current = self._pass
-            if current is None or not module.training or module.p == 0.0:
-                return stock(x)
-            kind = type(module).__name__
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function whose inner random functions are to be met by the mode."""
+        with self._mode:
+            return function(*args, **kwargs)
 
-            def keys(shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
-                return self._keys_of(current, name, shape, device, kind, True)
 
-            return functions.dropout_of(module, x, keys)
+def _within(name: str, top: str) -> bool:
+    return not top or name == top or name.startswith(f"{top}.")
 
-        module.forward = forward  # type: ignore[method-assign]
+
+def _product(shape: Shape) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product
+
+
+class _Active:
+    """One pass. Reused, and no generator, as it is entered for every micro-batch."""
+
+    __slots__ = ("_randomness", "_state", "ids", "step")
+
+    def __init__(self, randomness: SampleRandomness) -> None:
+        self._randomness = randomness
+        self.step = 0
+        self.ids = torch.empty(0, dtype=torch.int64)
+        self._state: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._state = torch.default_generator.get_state()
+        self._randomness._begin(self.step, self.ids)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        randomness = self._randomness
+        state = randomness._pass
+        assert state is not None
+        assert self._state is not None
+        before, after = self._state.numpy(), torch.default_generator.get_state().numpy()
+        randomness._end(state, kind is None, before.tobytes() != after.tobytes())
+
+
+class _Again:
+    """The repetition of a part of a pass, in the backward pass."""
+
+    def __init__(self, randomness: SampleRandomness, state: _Pass) -> None:
+        self._randomness = randomness
+        self._state = state
+        self._mode: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._former, self._randomness._pass = self._randomness._pass, self._state.copy()
+        # The pass may repeat itself inside its own block, where the mode is on already.
+        on = self._former is not None and self._former.moded
+        self._mode = self._randomness._mode if self._state.moded and not on else nullcontext()
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._randomness._pass = self._former
+
+
+class _Keyed(Override):
+    """A module that draws under its own name, mode or not."""
+
+    def __init__(self, randomness: SampleRandomness, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self._randomness = randomness
+        self._name = name
+
+    def draw(
+        self, shape: Shape, device: torch.device, what: str, fill: Fill, *, batch: bool, dimension: int | None = None
+    ) -> Tensor:
+        return self._randomness.draw(shape, device, what, fill, batch=batch, dimension=dimension, name=self._name)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+class _KeyedDropout(_Keyed):
+    """A dropout module whose mask is keyed."""
+
+    module: _DropoutNd
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, current = self.module, self._randomness._pass
+        if current is None or not module.training or module.p == 0.0:
+            return self.inner(input)  # type: ignore[no-any-return]
+        if current.moded:
+            # None of what follows is for the mode, and it would cost at every call.
+            with torch._C.DisableTorchFunction():
+                return functions.dropout_of(self, module, input)
+        return functions.dropout_of(self, module, input)
+
+
+class _KeyedRecurrent(_Keyed):
+    """A recurrent module whose dropout between layers is keyed."""
+
+    module: nn.RNNBase
+
+    def __call__(self, input: Any, hx: Any = None) -> Any:
+        if self._randomness._pass is None or not self.module.training:
+            return self.inner(input, hx)
+        return recurrent.forward(self.module, self._name, self._dropped, input, hx)
+
+    def _dropped(self, x: Tensor, dimension: int) -> Tensor:
+        module = self.module
+        return functions.dropout(self, x, float(module.dropout), type(module).__name__, dimension=dimension)
+
+
+class _Watched(Override):
+    """A module that draws by functions, or one below such: the mode is on in it, and its draws have its name."""
+
+    def __init__(self, randomness: SampleRandomness, name: str, module: nn.Module) -> None:
+        super().__init__(module)
+        self._randomness = randomness
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = self._randomness._pass
+        if current is None:
+            return self.inner(*args, **kwargs)
+        outer, current.name = current.name, self._name
+        try:
+            if current.moded or not current.training:
+                return self.inner(*args, **kwargs)
+            current.moded = True
+            try:
+                with self._randomness._mode:
+                    return self.inner(*args, **kwargs)
+            finally:
+                current.moded = False
+        finally:
+            current.name = outer
 
 
 class _Mode(TorchFunctionMode):
-    """Replaces random functions by keyed ones."""
+    """Replaces random functions by keyed ones, and remembers the modules that called one."""
 
     def __init__(self, randomness: SampleRandomness) -> None:
         super().__init__()
         self._randomness = randomness
-        self.met = False
+        self.met: set[str] = set()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        current = self._randomness._pass
         replacement = functions.REPLACED.get(func)
+        if replacement is None and func not in functions.REFUSED:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None or current is None:
+            return func(*args, **kwargs)
         if replacement is None:
-            if func in functions.REFUSED and kwargs.get("generator") is None:
-                raise TaskError(
-                    f"`{functions.REFUSED[func]}` cannot be keyed by the sample", where="train.randomness", fix=_OUT
-                )
-            return func(*args, **kwargs)
-        if kwargs.get("generator") is not None or self._randomness._pass is None:
-            return func(*args, **kwargs)
-        self.met = True
-        return replacement(self._randomness.keys, func, args, kwargs)
-
-
+            raise TaskError(
+                f"`{functions.REFUSED[func]}` in module `{current.name}` cannot be keyed by the sample",
+                where="train.randomness",
+                fix='Draw with torch.rand, randn, randint or bernoulli, or set train.randomness = "worker" to draw '
+                "from torch's own generator",
+            )
+        self.met.add(current.name)
+        return replacement(self._randomness, func, args, kwargs)

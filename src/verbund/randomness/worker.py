@@ -22,13 +22,41 @@ class WorkerRandomness:
 
     def __init__(self, model: nn.Module, seed: int, rank: int) -> None:
         torch.manual_seed(combine(seed, rank) >> 1)
+        self._nothing = nullcontext()
 
     def active(self, step: int, ids: Tensor) -> AbstractContextManager[Any]:
-        return nullcontext()
+        """Nothing is done for the block."""
+        return self._nothing
 
     def context_fn(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """torch's checkpointing keeps the generator's state by itself."""
-        return nullcontext(), nullcontext()
+        """For activation checkpointing: the repetition starts from the generators' states of now, and leaves them as
+        it found them."""
+        return nullcontext(), _Replayed()
 
     def report(self) -> str:
         return "worker"
+
+
+class _Replayed:
+    """The block draws from the states that torch's generators had when this was made."""
+
+    def __init__(self) -> None:
+        self._states = _states()
+
+    def __enter__(self) -> None:
+        self._former = _states()
+        _restore(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._former)
+
+
+def _states() -> tuple[Tensor, Tensor | None]:
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if used else None
+
+
+def _restore(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])

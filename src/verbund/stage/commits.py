@@ -1,4 +1,5 @@
-"""Checkpoints as the supervisor sees them: parts arrive from the workers, and a step is committed when all are there."""
+"""Checkpoints as the supervisor sees them: parts arrive from the workers, and a step is committed when all are
+there."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ class Commits:
             return warning
         budget = self._settings.disk_budget_mb
         checkpoint.prune(
-            self._run.checkpoints, self._settings.keep, state.get("best_step"), int(budget * 1e6) if budget else None
+            self._run.checkpoints,
+            self._settings.keep,
+            state.get("best_step"),
+            int(budget * 1e6) if budget else None,
         )
         size = sum(int(file["bytes"]) for part in pending.parts.values() for file in part.get("files", []))
         seconds = pending.seconds + time.monotonic() - start

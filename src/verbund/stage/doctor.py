@@ -166,4 +166,3 @@ def _job(job: Job) -> list[Finding]:
     findings.append(Finding("job memory", "ok", f"about {need / 1e6:.0f} MB for {job.world} workers besides torch"))
     findings += [Finding("job note", "warning", note) for note in facts.notes]
     return findings
-

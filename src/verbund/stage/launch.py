@@ -66,9 +66,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
             return _train(cluster, run, job, prepared, facts, None, quiet)
 
 
-def resume(
-    directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True
-) -> Run:
+def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
     """Continues a run from its newest valid checkpoint, with the same or another number of workers.
 
     Args:
@@ -224,7 +222,9 @@ def _refuse_existing(directory: Path | str | None) -> None:
         path = Path(directory)
         if not path.is_dir() or any(path.iterdir()):
             raise InputError(
-                "exists already", where=str(path), fix="Choose another directory, or `verbund resume` this one"
+                "exists already",
+                where=str(path),
+                fix="Choose another directory, or `verbund resume` this one",
             )
 
 
@@ -273,8 +273,7 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
             f"{job.world} workers need about {need / 1e9:.1f} GB of memory (measured in a dry run of one), "
             f"{available / 1e9:.1f} GB are free",
             where="strategy.mesh",
-            fix=(f"Use at most {fit} workers" if fit else "Use a smaller model")
-            + ", or a smaller `train.micro_batch`",
+            fix=(f"Use at most {fit} workers" if fit else "Use a smaller model") + ", or a smaller `train.micro_batch`",
         )
     return facts
 
@@ -387,7 +386,9 @@ def _train(
     )
     supervisor = Supervisor(cluster, job.cluster, handle)
     start = time.monotonic()
-    status, cause, results = "done", None, [{}]
+    status = "done"
+    cause: VerbundError | None = None
+    results: list[dict[str, Any]] = [{}]
     try:
         results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
         if results[0].get("stopped_by") == "interrupt":

@@ -14,7 +14,7 @@ from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
-from verbund.errors import InputError, Problem, TaskError
+from verbund.errors import InputError, Problem
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
@@ -45,7 +45,9 @@ def work(worker: Worker) -> dict[str, Any]:
     schedule.factor(job.train.schedule, 0, total)
     if (job.train.target or job.train.patience) and validation_set is None:
         raise InputError(
-            "`target` and `patience` need validation data", where="train", fix="Give `data.validation_fraction`"
+            "`target` and `patience` need validation data",
+            where="train",
+            fix="Give `data.validation_fraction`",
         )
     before = peak_bytes()
     replica, notes = _dry_step(job, task, train_set, order)

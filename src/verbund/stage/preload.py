@@ -3,7 +3,7 @@
 import numpy.random
 import torch.utils.checkpoint
 
-import verbund.stage.preflight
 import verbund.stage.predict
+import verbund.stage.preflight
 import verbund.stage.train
-import verbund.stage.validate  # noqa: F401
+import verbund.stage.validate

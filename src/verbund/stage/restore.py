@@ -51,8 +51,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
         with torch.no_grad():
             for piece in replica.pieces("ema"):
                 # A run that keeps an average only from now on starts it at the weights.
-                source = ("ema", piece.name) if piece.name in saved else ("parameters", piece.name)
-                checkpoint.fill(*source, piece.values)
+                checkpoint.fill("ema" if piece.name in saved else "parameters", piece.name, piece.values)
     if replica.loss_scale is not None and state.get("loss_scale"):
         replica.loss_scale.load(state["loss_scale"])
     return state

@@ -42,9 +42,7 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
-        pieces = self._snapshot.take(
-            shared(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world)
-        )
+        pieces = self._snapshot.take(shared(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world))
         self.last = step
         self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -91,7 +89,8 @@ class Saver:
 
 
 def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
-    """Marks which of the replicated pieces `rank` owns: a run of about equal bytes, and few files where there is little.
+    """Marks which of the replicated pieces `rank` owns: a run of about equal bytes, and few files where there is
+    little.
 
     The same on every worker, so that each piece has exactly one owner.
     """

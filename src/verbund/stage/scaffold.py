@@ -6,7 +6,7 @@ from pathlib import Path
 
 from verbund.errors import InputError
 
-JOB = '''# Every key and its default: verbund writes the whole job to RUN/job.toml.
+JOB = """# Every key and its default: verbund writes the whole job to RUN/job.toml.
 task = "task.py"
 
 [data]
@@ -27,7 +27,7 @@ metrics = ["accuracy"]
 
 [strategy]
 mesh = { data = 1 }           # workers; or `verbund train job.toml --workers 2`
-'''
+"""
 
 TASK = '''"""The task: an ordinary PyTorch model. What the job file does not name, a function here can say:
 inputs(batch), targets(batch), loss(output, targets), metrics(output, targets), augment(batch, random), dataset().

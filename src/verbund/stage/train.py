@@ -36,9 +36,7 @@ def work(worker: Worker) -> dict[str, Any]:
     run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = Journal(
-        run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb
-    )
+    journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
     links = Links()
     worker.at_end.append(lambda: _close(journal, links))
     replica = Replica(island.task, job, island.mesh, island.group, worker.doing)
@@ -69,7 +67,13 @@ class _Training:
         state: dict[str, Any],
     ) -> None:
         job = island.job
-        self.worker, self.island, self.replica, self.journal, self.links = worker, island, replica, journal, links
+        self.worker, self.island, self.replica, self.journal, self.links = (
+            worker,
+            island,
+            replica,
+            journal,
+            links,
+        )
         self.job, self.rank = job, island.mesh.rank
         self.order = Order(
             len(island.train_set), job.train.global_batch, job.seed, island.train_set.block, job.data.window
