@@ -147,7 +147,7 @@ def test_moments(dtype: torch.dtype) -> None:
     keys = sample_keys(combine(2, 2), torch.arange(200))
     n = 200 * 1000
     u = draws.uniform(keys, 1000, dtype).double()
-    assert 0 <= float(u.min())
+    assert float(u.min()) >= 0
     assert float(u.max()) < 1
     coarse = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9}.get(dtype, 0.0)  # half of the spacing
     assert abs(float(u.mean()) - 0.5 + coarse) < 4.5 / math.sqrt(12 * n)
