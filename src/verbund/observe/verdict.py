@@ -119,8 +119,8 @@ def _communicating(timeline: Timeline) -> str:
             "have clocks of their own."
         )
     return (
-        f"communicating{each}: a larger `train.global_batch` or fewer workers make it a smaller share, a "
-        "faster network a shorter one."
+        f"communicating{each}. Fewer workers, or a larger `train.global_batch` (which changes the training), make it "
+        "a smaller share; a faster network makes it shorter."
     )
 
 
