@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ class ColumnWriter:
             self._statistics.missing_rows(values < 0, self._rows)
         else:
             self._statistics.add(values, chunk.missing, self._rows)
-        self._stream.write(np.ascontiguousarray(values).tobytes() if values.size else b"")
+        self._stream.write(np.ascontiguousarray(values).data.cast("B") if values.size else b"")
         self._rows += len(values)
 
     def finish(self) -> Column:
@@ -96,6 +95,10 @@ class ColumnWriter:
         if kind == "text":
             facts |= self._sort()
         return Column(self.name, dtype.name, self._shape, kind, self._file, **facts)
+
+    def close(self) -> None:
+        """Closes the file, whatever became of it."""
+        self._stream.close()
 
     def drop(self) -> None:
         """Gives up on the column and removes its file."""
@@ -275,11 +278,3 @@ class _Statistics:
             "first_missing": self._first_missing,
             "first_fraction": self._first_fraction,
         }
-
-
-def write_column(folder: Path, file: str, name: str, chunks: Iterable[Chunk]) -> Column:
-    """A whole column from its chunks."""
-    writer = ColumnWriter(folder, file, name)
-    for chunk in chunks:
-        writer.write(chunk)
-    return writer.finish()

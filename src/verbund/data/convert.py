@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from verbund.data.bundled import read_bundled
-from verbund.data.columns import ColumnWriter, Unsupported
+from verbund.data.cache import stored
 from verbund.data.finding import Found
-from verbund.data.manifest import VERSION, Column, Manifest, SourceFile, block_of, vocabulary
-from verbund.data.tables import Rows, read_table
+from verbund.data.fingerprint import content_hashes, fingerprint
+from verbund.data.manifest import FILES, VERSION, Column, Manifest, SourceFile, block_of, vocabulary
+from verbund.data.table import Like, Notify, Table, convert_table
 from verbund.data.text import Tokenizer
 from verbund.errors import DataError
 from verbund.job import Data
 
-_BLOCK = 1 << 22
-FILES = "files.json"
 
-
-def convert(found: Found, data: Data, folder: Path, cache: Path, like: Path | None = None) -> Path:
+def convert(
+    found: Found,
+    data: Data,
+    folder: Path,
+    cache: Path,
+    like: Path | None = None,
+    notify: Notify | None = None,
+) -> Path:
     """The store of a source: the one in the cache, or a new one.
 
     Args:
@@ -35,6 +35,7 @@ def convert(found: Found, data: Data, folder: Path, cache: Path, like: Path | No
         folder: what the tokenizer's path starts from.
         cache: where stores lie, by fingerprint.
         like: the training set's store, whose types and vocabularies a validation set gets.
+        notify: told about the progress.
 
     Raises:
         DataError: if the source cannot be read, is empty, or does not fit `like`.
@@ -42,216 +43,126 @@ def convert(found: Found, data: Data, folder: Path, cache: Path, like: Path | No
     if found.kind == "manifest":
         Manifest.read(found.root)
         return found.root
-    parts = [f"verbund-data-{VERSION}", found.kind, found.name if found.kind == "sklearn" else ""]
-    tokenizer = Tokenizer(data.tokenizer, folder) if found.kind == "text" else None
-    if tokenizer is not None:
-        parts += [tokenizer.identity, str(data.sequence)]
-    if found.kind == "images":
-        parts += [str(data.image_size), str(found.root)]
-    parts += [f"{path.relative_to(found.root)} {content_hash(path, cache)}" for path in found.files]
-    if like is not None:
-        parts.append(Manifest.read(like).fingerprint)
-    fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    store = cache / fingerprint[:32]
-    if (store / "manifest.json").is_file():
-        try:
-            Manifest.read(store)
-        except DataError:
-            shutil.rmtree(store, ignore_errors=True)  # damaged: made anew
-        else:
-            return store
-    return _whole_or_not(found, data, tokenizer, cache, store, fingerprint, like)
+    model = Like(like, Manifest.read(like)) if like is not None else None
+    hashes = content_hashes(found.files, cache, notify)
+    parts: list[object] = ["verbund-data", VERSION, found.kind, found.name if found.kind == "sklearn" else ""]
+    parts += [[str(path.relative_to(found.root)), hashes[path]] for path in found.files]
+    parts.append(model.manifest.fingerprint if model is not None else None)
+    fill: Callable[[str, Path], Manifest]
+    if found.kind == "text":
+        tokenizer = Tokenizer(data.tokenizer, folder)
+        parts += [tokenizer.identity, data.sequence]
+        fill = partial(_tokens, found, data.sequence, tokenizer)
+    elif found.kind == "images":
+        parts += [list(data.image_size or ()), str(found.root)]
+        fill = partial(_images, found, data.image_size, model)
+    else:
+        fill = partial(_table, found, model, notify)
+    name = fingerprint(parts)
+    return stored(cache, name, partial(fill, name))
 
 
-def _whole_or_not(
-    found: Found,
-    data: Data,
-    tokenizer: Tokenizer | None,
-    cache: Path,
-    store: Path,
-    fingerprint: str,
-    like: Path | None,
-) -> Path:
-    """Converts into a folder of its own and renames it; who comes second takes what the first has made."""
+def _table(found: Found, like: Like | None, notify: Notify | None, name: str, folder: Path) -> Manifest:
+    table = _opened(found, like)
+    if found.kind not in ("csv", "jsonl"):
+        return convert_table(table, folder, fingerprint=name, name=found.name, like=like, notify=notify)
+    from verbund.data.lines import Contradiction, LinesTable
+
+    assert isinstance(table, LinesTable)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache))
-    except OSError as error:
-        raise DataError(f"the cache cannot be written: {error}", where=str(cache), fix="Set `data.cache`") from None
-    try:
-        if tokenizer is not None:
-            manifest = _tokens(found, data, tokenizer, temporary, fingerprint)
-        elif found.kind == "images":
-            manifest = _images(found, data, temporary, fingerprint, like)
-        else:
-            manifest = _table(found, temporary, fingerprint, like)
-        manifest.write(temporary)
-        try:
-            os.rename(temporary, store)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-        return store
-    except OSError as error:
-        fix = "Free some space, or set `data.cache` to another disk" if error.errno == errno.ENOSPC else None
-        raise DataError(f"the data could not be converted: {error}", where=str(cache), fix=fix) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        return convert_table(table, folder, fingerprint=name, name=found.name, like=like, notify=notify)
+    except Contradiction:
+        for file in folder.iterdir():
+            file.unlink()
+        table.settle()
+    return convert_table(table, folder, fingerprint=name, name=found.name, like=like, notify=notify)
 
 
-def _table(found: Found, folder: Path, fingerprint: str, like: Path | None) -> Manifest:
-    model = Manifest.read(like) if like is not None else None
-    writers: dict[str, ColumnWriter] = {}
-    unsupported: dict[str, str] = {}
-    sources = []
-    names: list[str] | None = None
-    total = 0
-    for file, batches in _parts(found):
-        rows = 0
-        for batch in batches:
-            if names is None:
-                names = list(batch)
-                for number, name in enumerate(names):
-                    column = model.column(name) if model else None
-                    known = vocabulary(like, column) if like and column and column.kind == "text" else None
-                    writers[name] = ColumnWriter(folder, f"{number}.bin", name, column, known)
-            elif list(batch) != names:
-                _differ(file, names, list(batch))
-            rows += _append(batch, writers, unsupported)
-        sources.append(SourceFile(file, rows))
-        total += rows
-    if total == 0:
-        raise DataError("is empty: it has no rows", where=found.name)
-    columns = tuple(writer.finish() for writer in writers.values())
-    row_bytes = sum(column.row_bytes for column in columns)
-    block = block_of(total, row_bytes)
-    return Manifest("columns", total, columns, tuple(sources), fingerprint, block, unsupported)
-
-
-def _append(batch: Rows, writers: dict[str, ColumnWriter], unsupported: dict[str, str]) -> int:
-    rows = 0
-    for name, chunk in batch.items():
-        if name not in writers:
-            continue
-        try:
-            if isinstance(chunk, Unsupported):
-                raise chunk
-            rows = max(rows, len(chunk.values))
-            writers[name].write(chunk)
-        except Unsupported as reason:
-            unsupported[name] = str(reason)
-            writers.pop(name).drop()
-    return rows
-
-
-def _parts(found: Found) -> Iterator[tuple[str, Iterable[Rows]]]:
+def _opened(found: Found, like: Like | None) -> Table:
+    names = [str(path) for path in found.files]
     if found.kind == "sklearn":
-        yield f"sklearn:{found.name}", read_bundled(found.name)
-        return
-    for path in found.files:
-        yield str(path), read_table(path, found.kind)
+        from verbund.data.bundled import BundledTable
+
+        return BundledTable(found.name)
+    if found.kind in ("npy", "npz"):
+        from verbund.data.arrays import ArrayTable
+
+        return ArrayTable(found.files, names)
+    if found.kind == "parquet":
+        from verbund.data.parquet import ParquetTable
+
+        return ParquetTable(found.files, names)
+    from verbund.data.lines import CsvTable, JsonLinesTable
+
+    if found.kind == "csv":
+        return CsvTable(found.files, names, like.manifest if like is not None else None)
+    return JsonLinesTable(found.files, names)
 
 
-def _differ(file: str, names: list[str], others: list[str]) -> None:
-    missing = [name for name in names if name not in others]
-    extra = [name for name in others if name not in names]
-    what = f"lacks `{missing[0]}`" if missing else f"has `{extra[0]}` besides" if extra else "has another order"
-    raise DataError(
-        f"has other columns than the file before it: it {what}",
-        where=file,
-        fix="All files of a source have the same",
-    )
-
-
-def _tokens(found: Found, data: Data, tokenizer: Tokenizer, folder: Path, fingerprint: str) -> Manifest:
+def _tokens(found: Found, sequence: int, tokenizer: Tokenizer, name: str, folder: Path) -> Manifest:
     count, largest = 0, -1
-    with open(folder / "0.bin", "wb") as stream:
+    with open(folder / "c0.bin", "wb") as stream:
         for tokens in tokenizer.tokens(found.files):
             if tokens.size:
-                stream.write(np.ascontiguousarray(tokens).tobytes())
+                stream.write(np.ascontiguousarray(tokens).data.cast("B"))
                 count += len(tokens)
                 largest = max(largest, int(tokens.max()))
-    rows = (count - 1) // data.sequence if count else 0
+    rows = (count - 1) // sequence if count else 0
     if rows < 1:
         raise DataError(
-            f"is too short: {count} tokens do not make one sample of {data.sequence} + 1",
+            f"is too short: {count} tokens do not make one sample of {sequence} + 1",
             where=found.name,
             fix="Lower `data.sequence` or give more text",
         )
     column = Column(
         "tokens",
         tokenizer.dtype.name,
-        (data.sequence + 1,),
+        (sequence + 1,),
         "tokens",
-        "0.bin",
+        "c0.bin",
         minimum=0,
         maximum=largest,
         values=tokenizer.values,
     )
     sources = tuple(SourceFile(str(path), 0) for path in found.files)
-    block = block_of(rows, data.sequence * tokenizer.dtype.itemsize)
-    return Manifest("tokens", rows, (column,), sources, fingerprint, block, sequence=data.sequence)
+    block = block_of(rows, sequence * tokenizer.dtype.itemsize)
+    return Manifest("tokens", rows, (column,), sources, name, block, sequence=sequence)
 
 
-def _images(found: Found, data: Data, folder: Path, fingerprint: str, like: Path | None) -> Manifest:
-    from verbund.data.images import shape_of
+def _images(found: Found, size: tuple[int, int] | None, like: Like | None, name: str, folder: Path) -> Manifest:
+    from verbund.data.images import common_shape
 
     relative = [path.relative_to(found.root) for path in found.files]
     classes = sorted({path.parts[0] for path in relative})
+    shape: tuple[int, ...] | None = None
     if like is not None:
-        model = Manifest.read(like)
-        label = model.column("label")
-        known = vocabulary(like, label) if label else []
-        if strange := [name for name in classes if name not in known]:
+        model = like.manifest
+        label, image = model.column("label"), model.column("image")
+        if model.kind != "images" or label is None or image is None:
+            raise DataError("are images, the training set is not", where=found.name)
+        known = vocabulary(like.folder, label)
+        if strange := [entry for entry in classes if entry not in known]:
             raise DataError(f"class `{strange[0]}` is not in the training set", where=str(found.root / strange[0]))
-        classes = known
-    numbers = {name: number for number, name in enumerate(classes)}
+        classes, shape = known, image.shape
+    shape = common_shape(found.files, size, shape)
+    numbers = {entry: number for number, entry in enumerate(classes)}
     labels = np.array([numbers[path.parts[0]] for path in relative], np.int64)
-    labels.tofile(folder / "label.bin")
+    labels.tofile(folder / "c1.bin")
     (folder / "classes.json").write_text(json.dumps(classes, ensure_ascii=False), encoding="utf-8")
     (folder / FILES).write_text(json.dumps([str(path) for path in relative], ensure_ascii=False), encoding="utf-8")
-    image = Column("image", "uint8", shape_of(found.files[0], data.image_size), "image", None, minimum=0, maximum=255)
-    label_column = Column(
-        "label",
-        "int64",
-        (),
-        "label",
-        "label.bin",
-        minimum=int(labels.min()),
-        maximum=int(labels.max()),
-        values=len(classes),
-        vocabulary="classes.json",
+    columns = (
+        Column("image", "uint8", shape, "image", None, minimum=0, maximum=255),
+        Column(
+            "label",
+            "int64",
+            (),
+            "label",
+            "c1.bin",
+            minimum=int(labels.min()),
+            maximum=int(labels.max()),
+            values=len(classes),
+            vocabulary="classes.json",
+        ),
     )
     sources = tuple(SourceFile(str(path), 1) for path in found.files)
-    return Manifest("images", len(labels), (image, label_column), sources, fingerprint, 1, root=str(found.root))
-
-
-def content_hash(path: Path, cache: Path) -> str:
-    """The SHA-256 of a file's content; remembered by path, size and time of change.
-
-    Raises:
-        DataError: if the file cannot be read.
-    """
-    try:
-        status = path.stat()
-        known = cache / "hashes" / hashlib.sha256(str(path).encode()).hexdigest()[:32]
-        state = f"{status.st_size} {status.st_mtime_ns}"
-        try:
-            before, _, digest = known.read_text(encoding="ascii").rpartition(" ")
-            if before == state and len(digest) == 64:
-                return digest
-        except (OSError, UnicodeDecodeError):
-            pass
-        hasher = hashlib.sha256()
-        with open(path, "rb") as raw:
-            while chunk := raw.read(_BLOCK):
-                hasher.update(chunk)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=str(path)) from None
-    digest = hasher.hexdigest()
-    try:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(f"{state} {digest}", encoding="ascii")
-    except OSError:
-        return digest  # remembering only saves time
-    return digest
+    return Manifest("images", len(labels), columns, sources, name, 1, root=str(found.root))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -64,8 +66,6 @@ def find(source: str, folder: Path, key: str = "data.train") -> Found:
         return Found(_one_kind(files, key), tuple(files), _common(files), source)
     hint = f"It is looked for in {path.parent}"
     if path.parent.is_dir():
-        from difflib import get_close_matches
-
         close = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
         hint = f"Did you mean `{close[0]}`?" if close else hint
     raise DataError(f"no such file or folder: {path}", where=key, fix=hint)
@@ -76,8 +76,9 @@ def _folder(path: Path, source: str, key: str) -> Found:
         return Found("manifest", (path / NAME,), path, source)
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith((".", "_")))
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in EXTENSIONS]
-    if files:
-        return Found(_one_kind(files, key), tuple(files), path, source)
+    tables = [file for file in files if EXTENSIONS[file.suffix.lower()] != "text"]
+    if tables:  # texts beside tables describe them
+        return Found(_one_kind(tables, key), tuple(tables), path, source)
     images = [
         image
         for entry in entries
@@ -87,6 +88,8 @@ def _folder(path: Path, source: str, key: str) -> Found:
     ]
     if images:
         return Found("images", tuple(images), path, source)
+    if files:
+        return Found("text", tuple(files), path, source)
     if any(entry.suffix.lower() in IMAGES for entry in entries):
         raise DataError(
             f"{path} has images, but no folder per class",
@@ -113,6 +116,4 @@ def _one_kind(files: list[Path], key: str) -> SourceKind:
 
 
 def _common(files: list[Path]) -> Path:
-    import os
-
     return Path(os.path.commonpath([file.parent for file in files]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 from verbund.errors import DataError
 
 Size = tuple[int, int] | None
+_GREY = ("1", "L", "I", "I;16", "F")
 
 
 def _pillow() -> Any:
@@ -21,9 +25,41 @@ def _pillow() -> Any:
     return Image
 
 
-def shape_of(path: Path, size: Size) -> tuple[int, ...]:
-    """The shape [C, H, W] of an image after resizing."""
-    return decode(path, size).shape
+def common_shape(files: Sequence[Path], size: Size, shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The shape [C, H, W] that all images are read in; only their headers are read here.
+
+    Args:
+        files: at least one.
+        size: height and width that they are resized to; None: they must all have the same.
+        shape: what they must come to, if that is known.
+
+    Raises:
+        DataError: naming the first file that is no image, or of another size than the others.
+    """
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        headers = list(pool.map(_header, files))
+    grey = shape[0] == 1 if shape is not None else all(mode in _GREY for _, mode in headers)
+    if size is None:
+        first = (shape[1], shape[2]) if shape is not None else headers[0][0]
+        for path, (here, _) in zip(files, headers, strict=True):
+            if here != first:
+                raise DataError(
+                    f"is {here[0]} × {here[1]} pixels, others are {first[0]} × {first[1]}",
+                    where=str(path),
+                    fix="Set `data.image_size` to give all images one size",
+                )
+        size = first
+    return (1 if grey else 3, *size)
+
+
+def _header(path: Path) -> tuple[tuple[int, int], str]:
+    """Height and width, and mode."""
+    pillow = _pillow()
+    try:
+        with pillow.open(path) as image:
+            return (image.size[1], image.size[0]), image.mode
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+        raise DataError(f"is no readable image: {error}", where=str(path)) from None
 
 
 def decode(path: Path, size: Size, shape: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
@@ -40,7 +76,7 @@ def decode(path: Path, size: Size, shape: tuple[int, ...] | None = None) -> NDAr
     pillow = _pillow()
     try:
         with pillow.open(path) as image:
-            grey = shape[0] == 1 if shape else image.mode in ("1", "L", "I", "I;16", "F")
+            grey = shape[0] == 1 if shape else image.mode in _GREY
             image = image.convert("L" if grey else "RGB")
             if size is not None and image.size != (size[1], size[0]):
                 image = image.resize((size[1], size[0]), pillow.Resampling.BILINEAR)

@@ -21,6 +21,7 @@ from verbund.errors import DataError
 
 VERSION = 1
 NAME = "manifest.json"
+FILES = "files.json"
 SMALL_STORE = 1 << 30
 BLOCK_BYTES = 256 << 10
 

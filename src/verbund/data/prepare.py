@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -59,15 +60,24 @@ def prepare(data: Data, *, folder: Path, notify: Notify | None = None, training:
         return Prepared(None, None)
     say = notify or (lambda _: None)
     say(f"reading {data.train}")
-    train = convert(find(data.train, folder), data, folder, cache)
+    train = convert(find(data.train, folder), data, folder, cache, notify=say)
     if data.validation is None:
         return Prepared(str(train), None)
     say(f"reading {data.validation}")
-    validation = convert(find(data.validation, folder, "data.validation"), data, folder, cache, like=train)
+    validation = convert(find(data.validation, folder, "data.validation"), data, folder, cache, like=train, notify=say)
+    kinds = Manifest.read(train).kind, Manifest.read(validation).kind
+    if kinds[0] != kinds[1]:
+        raise DataError(
+            f"is a set of {kinds[1]}, the training set one of {kinds[0]}",
+            where=f"data.validation, {data.validation}",
+            fix="Give both in the same form",
+        )
     return Prepared(str(train), str(validation))
 
 
-def check_columns(prepared: Prepared, data: Data, objective: str | None, *, training: bool = True) -> list[Problem]:
+def check_columns(
+    prepared: Prepared, data: Data, objective: str | None, *, training: bool = True, ignore_index: int = -100
+) -> list[Problem]:
     """All that is wrong with the columns that the job names.
 
     Args:
@@ -75,17 +85,29 @@ def check_columns(prepared: Prepared, data: Data, objective: str | None, *, trai
         data: the job's section.
         objective: the loss by name, if it has one; it says what targets may be.
         training: False: only the validation set is looked at.
+        ignore_index: the class that cross_entropy leaves out, the only one that may be negative.
     """
     problems: list[Problem] = []
     sides = [("data.train", prepared.train)] if training else []
     sides.append(("data.validation", prepared.validation))
     for key, store in sides:
         if store is not None:
-            problems += _check(Manifest.read(Path(store)), key, data, objective)
-    return problems
+            problems += _check(Manifest.read(Path(store)), key, data, objective, ignore_index)
+    if not names_of(data.input) and not names_of(data.target) and training:
+        problems += _lost(prepared)
+    return list(dict.fromkeys(problems))
 
 
-def _check(manifest: Manifest, key: str, data: Data, objective: str | None) -> list[Problem]:
+def _lost(prepared: Prepared) -> list[Problem]:
+    """Columns of the training set that the validation set lacks: the task's own functions may use any."""
+    if prepared.train is None or prepared.validation is None:
+        return []
+    train, validation = Manifest.read(Path(prepared.train)), Manifest.read(Path(prepared.validation))
+    lost = [name for name in train.names if name not in validation.names]
+    return [_missing(validation, "data.validation", "data.validation", name) for name in lost]
+
+
+def _check(manifest: Manifest, key: str, data: Data, objective: str | None, ignore_index: int) -> list[Problem]:
     problems = []
     for name in names_of(data.input):
         column = manifest.column(name)
@@ -110,11 +132,11 @@ def _check(manifest: Manifest, key: str, data: Data, objective: str | None) -> l
         if column is None:
             problems.append(_missing(manifest, key, "data.target", name))
         else:
-            problems += _check_target(manifest, column, objective)
+            problems += _check_target(manifest, column, objective, ignore_index)
     return problems
 
 
-def _check_target(manifest: Manifest, column: Column, objective: str | None) -> list[Problem]:
+def _check_target(manifest: Manifest, column: Column, objective: str | None, ignore_index: int) -> list[Problem]:
     name = column.name
     if column.missing:
         gap = "NaN or no value" if column.dtype.startswith("float") else "no value"
@@ -125,6 +147,9 @@ def _check_target(manifest: Manifest, column: Column, objective: str | None) -> 
     low, high = column.minimum, column.maximum
     if low is None or high is None:
         return []
+    for value, row in ((low, column.minimum_row), (high, column.maximum_row)):
+        if not math.isfinite(value) and row is not None:
+            return [Problem(f"data.target, {manifest.place(row)}", f"`{name}` is {value}", "Leave such rows out")]
     if objective == "cross_entropy" and not (column.dtype.startswith("float") and column.shape):
         if column.first_fraction is not None:
             place = manifest.place(column.first_fraction)
@@ -135,7 +160,7 @@ def _check_target(manifest: Manifest, column: Column, objective: str | None) -> 
                     "Use the objective mean_squared_error for numbers",
                 )
             ]
-        if low < 0 and column.minimum_row is not None and low != -100:
+        if low < 0 and column.minimum_row is not None and low != ignore_index:
             return [Problem(f"data.target, {manifest.place(column.minimum_row)}", f"`{name}` is {low}, below class 0")]
     if objective == "binary_cross_entropy" and (low < 0 or high > 1):
         row = column.minimum_row if low < 0 else column.maximum_row

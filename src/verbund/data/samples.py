@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbund.data.convert import FILES
 from verbund.data.images import decode
-from verbund.data.manifest import Manifest
+from verbund.data.manifest import FILES, Manifest
 from verbund.data.split import Selection
 from verbund.errors import DataError
 
@@ -76,7 +75,8 @@ class ColumnFiles(Source):
         manifest = Manifest.read(folder)
         self.size = manifest.rows
         self.block = manifest.block
-        self.slow = manifest.kind == "images"
+        # A store with blocks is too large to lie in memory: a read may wait for the disk.
+        self.slow = manifest.kind == "images" or manifest.block > 1
         self._arrays: Rows = {}
         self._images: _Images | None = None
         for column in manifest.columns:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from verbund.errors import DataError
 
 _BYTES = 1 << 20
+_PIECE = 1 << 16
 
 
 class Tokenizer:
@@ -71,18 +72,36 @@ class Tokenizer:
                 raise DataError(f"cannot be read as text: {error}", where=str(path)) from None
 
     def _encoded(self, path: Path) -> Iterator[NDArray[Any]]:
-        lines: list[str] = []
-        size = 0
+        """A file is encoded in pieces that end with a line, or with a word where a line has no end, as if each were a
+        text of its own."""
+        rest = ""
         with open(path, encoding="utf-8", newline="") as text:
-            for line in text:
-                lines.append(line)
-                size += len(line)
-                if size >= _BYTES:
-                    yield self._encode(lines)
-                    lines, size = [], 0
-        if lines:
-            yield self._encode(lines)
+            while fresh := text.read(_BYTES):
+                *pieces, rest = _pieces(rest + fresh)
+                if pieces:
+                    yield self._encode(pieces)
+        if rest:
+            yield self._encode([rest])
 
-    def _encode(self, lines: list[str]) -> NDArray[Any]:
-        encoded = self._inner.encode_batch(lines, add_special_tokens=False)
+    def _encode(self, pieces: list[str]) -> NDArray[Any]:
+        encoded = self._inner.encode_batch(pieces, add_special_tokens=False)
         return np.concatenate([np.array(part.ids, self.dtype) for part in encoded])
+
+
+def _pieces(text: str) -> list[str]:
+    """Cuts a text into pieces of at most about `_PIECE` characters; the last one may go on."""
+    pieces = []
+    start = 0
+    while len(text) - start > _PIECE:
+        end = start + _PIECE
+        for mark in ("\n", " "):
+            if (place := text.rfind(mark, start, end)) >= start:
+                # Several line ends in a row are one token in many vocabularies: they stay together.
+                end = place + 1 if mark == "\n" else place
+                while mark == "\n" and end < len(text) and text[end] == "\n":
+                    end += 1
+                break
+        end = max(end, start + 1)
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
