@@ -22,6 +22,7 @@ from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
 from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
 from verbund.job import Job
+from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
 from verbund.observe.progress import Progress
 from verbund.run import Run
@@ -364,9 +365,13 @@ def _train(
         progress.message(note)
     journal.event("membership", generation=generation, workers=job.world)
 
+    meter = EnergyMeter()
+    meter.start()
+
     def handle(process: Process, message: Message) -> None:
         fields = message.fields
         if message.kind == "progress":
+            meter.joules()  # often enough that no counter wraps unseen
             progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
         elif message.kind == "validation":
             progress.validation(fields["step"], fields["metrics"])
@@ -405,6 +410,8 @@ def _train(
             )
     finally:
         progress.close()
+    if (joules := meter.joules()) is not None:
+        journal.totals("energy", joules=joules, how=meter.how)
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
     _sum_up(run, job, status, cause, results[0], commits.warnings)

@@ -67,16 +67,27 @@ def curve(title: str, raw: Sequence[Sequence[float | None]], *, better: str | No
 
 
 def _smooth(points: Points, logarithmic: bool) -> Points:
-    """The running mean (geometric on a logarithmic scale) with a memory of a fiftieth of the points, without a bias
-    at its beginning."""
+    """The mean (geometric on a logarithmic scale) around each point, with weights that fade over a fiftieth of the
+    points to both sides, so that the line does not lag behind."""
+    values = [math.log(y) if logarithmic else y for _, y in points]
     keep = 1 - 1 / max(len(points) / 50, 2)
-    mean = weight = 0.0
+    before, after = _fading(values, keep), _fading(values[::-1], keep)[::-1]
     smooth = []
-    for x, y in points:
-        value = math.log(y) if logarithmic else y
-        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        smooth.append((x, math.exp(mean / weight) if logarithmic else mean / weight))
+    for (x, _), value, (sum_b, weight_b), (sum_a, weight_a) in zip(points, values, before, after, strict=True):
+        mean = (sum_b + sum_a - value) / (weight_b + weight_a - 1.0)  # the point itself is in both sums
+        smooth.append((x, math.exp(mean) if logarithmic else mean))
     return smooth
+
+
+def _fading(values: list[float], keep: float) -> list[tuple[float, float]]:
+    """For each value the sum of it and all before, each weighted `keep` to the power of its distance; and the weights'
+    sum."""
+    total = weight = 0.0
+    sums = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1.0
+        sums.append((total, weight))
+    return sums
 
 
 def _line(points: Points, across: Scale, up: Scale, kind: str) -> str:
