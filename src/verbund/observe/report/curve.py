@@ -48,7 +48,7 @@ def curve(title: str, raw: Sequence[Sequence[float | None]], *, better: str | No
                 else f"best {number(value)} at step {number(step)}"
             )
     dropped = len(raw) - len(points)
-    lost = f"; {dropped} values are not finite" if dropped else ""
+    lost = f"; without {dropped} that {'is' if dropped == 1 else 'are'} not finite" if dropped else ""
     rows = [(number(x), number(y)) for x, y in points[:: max(1, math.ceil(len(points) / _TABLE_ROWS))]]
     data = {
         "x": [across.low, across.high, across.start, across.end],
