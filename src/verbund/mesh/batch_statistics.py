@@ -2,8 +2,7 @@
 
 Over groups: every forward pass is a group of fixed composition, so the stock modules do; what is left are the running
 statistics, which `BufferDeltas` averages over the groups. Over the whole global batch: `synchronise` replaces the
-modules'
-forward by one whose statistics are all-reduced.
+modules' forward by one whose statistics are all-reduced.
 """
 
 from __future__ import annotations
@@ -13,14 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from verbund.errors import TaskError
+from verbund.mesh.changing_buffers import Buffer, changing, persistent
+from verbund.randomness.override import Override
 
 AllReduce = Callable[[Tensor], None]
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether what the model computes for a sample depends on the others of its forward pass."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    """Whether what the model computes for a sample in training depends on the others of its forward pass.
+
+    True for every BatchNorm, but not for one that stays in evaluation while the model trains.
+    """
+    return any(isinstance(module, _BatchNorm) and (module.training or not model.training) for module in model.modules())
 
 
 class BufferDeltas:
@@ -31,25 +38,24 @@ class BufferDeltas:
     the pass that had the first samples of the global batch. For one forward pass of the whole batch that is exactly
     what the module itself would have done.
 
+    `size` is the length of `flat`, the same on all workers and in all steps; 0 if the model has no such buffers.
+
     Args:
-        model: its buffers.
+        model: its buffers, as `changing_buffers` finds them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        changing = [
-            buffer
-            for module in model.modules()
-            if getattr(module, "track_running_stats", True) is not False
-            for buffer in module.buffers(recurse=False)
-        ]
-        unique = list({id(buffer): buffer for buffer in changing}.values())
-        # A model without normalisation has constants for buffers (masks, positions): nothing to watch.
-        watched = unique if _changes_buffers(model) else []
-        self._buffers = watched
-        self._start: list[Tensor] = []
-        self._changes = torch.zeros(sum(buffer.numel() for buffer in watched))
+        watched = changing(model)
+        known = {(id(buffer.module), buffer.key) for buffer in watched}
+        self._constant = [buffer for buffer in persistent(model) if (id(buffer.module), buffer.key) not in known]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Buffer]] = {}
+        for buffer in watched:
+            tensor = buffer.get()
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(buffer)
+        self._kinds = [_Kind(buffers) for buffers in by_kind.values()]
+        self.size = sum(kind.size for kind in self._kinds)
         self._first = False
-        self.size = self._changes.numel()
+        self._versions: list[tuple[Tensor, int]] = []
 
     def begin(self, first: bool) -> None:
         """Remembers the values at the step's start.
@@ -57,31 +63,37 @@ class BufferDeltas:
         Args:
             first: whether this worker has the first samples of the global batch.
         """
-        if self._buffers:
-            self._start = [buffer.detach().clone() for buffer in self._buffers]
-            self._changes.zero_()
-            self._first = first
+        self._versions = [(tensor, tensor._version) for tensor in (buffer.get() for buffer in self._constant)]
+        self._first = first
+        for kind in self._kinds:
+            kind.begin()
 
     def add(self, samples: int) -> None:
-        """Takes in what one forward pass of `samples` samples has changed, and puts the values back."""
-        if not self._buffers:
-            return
-        place = 0
-        with torch.no_grad():
-            for buffer, start in zip(self._buffers, self._start, strict=True):
-                part = self._changes[place : place + buffer.numel()].view(buffer.shape)
-                change = (buffer - start).to(part.dtype).to(part.device)
-                if buffer.is_floating_point():
-                    part.add_(change, alpha=samples)
-                elif self._first:
-                    part.add_(change)
-                buffer.copy_(start)
-                place += buffer.numel()
+        """Takes in what one forward pass of `samples` samples has changed, and puts the values back.
+
+        Raises:
+            TaskError: if a buffer changed that none of its module's own methods writes to, or if one changed its shape.
+        """
+        for buffer, (tensor, version) in zip(self._constant, self._versions, strict=True):
+            now = buffer.get()
+            if now is not tensor or now._version != version:
+                raise TaskError(
+                    f"the buffer `{buffer.name}` changes in training, but not by its module's own methods",
+                    where="model()",
+                    fix=f"Write `self.{buffer.key}.copy_(…)` in a method of its module, so that it is averaged over "
+                    "the workers, or register it with persistent=False if it is no state",
+                )
+        for kind in self._kinds:
+            kind.add(samples, self._first)
         self._first = False
 
     def flat(self) -> Tensor:
-        """The changes of this worker as one vector, to be added up over the workers; shape [size], float32."""
-        return self._changes
+        """The changes of this worker as one vector, to be added up over the workers; shape [size], float32 or, for
+        buffers of float64, float64."""
+        parts = [kind.change for kind in self._kinds]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.zeros(0)
 
     def apply(self, total: Tensor, samples: int) -> None:
         """Gives the buffers their values after the step.
@@ -91,120 +103,243 @@ class BufferDeltas:
             samples: those of the global batch.
         """
         place = 0
-        with torch.no_grad():
-            for buffer in self._buffers:
-                change = total[place : place + buffer.numel()].view(buffer.shape)
-                if buffer.is_floating_point():
-                    buffer.add_(change.to(buffer.device, buffer.dtype), alpha=1.0 / samples)
-                else:
-                    buffer.add_(change.round().to(buffer.device, buffer.dtype))
-                place += buffer.numel()
+        for kind in self._kinds:
+            kind.apply(total[place : place + kind.size], samples)
+            place += kind.size
 
 
-def _changes_buffers(model: nn.Module) -> bool:
-    return any(
-        isinstance(module, (_BatchNorm, nn.modules.instancenorm._InstanceNorm)) and module.track_running_stats
-        for module in model.modules()
-    )
+class _Kind:
+    """The buffers of one dtype and device, as one flat tensor: a few calls of torch for all of them."""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self._buffers = buffers
+        first = buffers[0].get()
+        self._shapes = [_real(buffer.get()).shape for buffer in buffers]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self._averaged = first.is_floating_point() or first.is_complex()
+        self.size = sum(self._sizes)
+        wide = torch.float64 if first.dtype in (torch.float64, torch.complex128) else torch.float32
+        self.change = torch.zeros(self.size, dtype=wide, device=first.device)
+        self._start = self.change
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self._start = self._now()
+        self.change.zero_()
+
+    @torch.no_grad()
+    def add(self, samples: int, first: bool) -> None:
+        if self._averaged:
+            self.change.add_(self._now() - self._start, alpha=samples)
+        elif first:
+            self.change.add_(self._now().to(torch.int64) - self._start.to(torch.int64))
+        self._put(self._start)
+
+    @torch.no_grad()
+    def apply(self, total: Tensor, samples: int) -> None:
+        if self._averaged:
+            self._put(self._start + (total / samples).to(self._start))
+        else:
+            change = total.round().to(self._start.device, torch.int64)
+            self._put((self._start.to(torch.int64) + change).to(self._start.dtype))
+
+    def _now(self) -> Tensor:
+        tensors = [_real(buffer.get()) for buffer in self._buffers]
+        for buffer, tensor, shape in zip(self._buffers, tensors, self._shapes, strict=True):
+            if tensor.shape != shape:
+                raise TaskError(
+                    f"the buffer `{buffer.name}` changed its shape from {list(shape)} to {list(tensor.shape)}",
+                    where="model()",
+                    fix="Register it with persistent=False if it is a cache; state must keep its shape",
+                )
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    def _put(self, flat: Tensor) -> None:
+        parts = [part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)]
+        torch._foreach_copy_([_real(buffer.get()) for buffer in self._buffers], parts)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
 
 
 class _Normalise(torch.autograd.Function):
-    """y = (x − μ) / σ with μ and σ² over all workers' samples.
+    """y = γ (x − μ) / σ + β with μ and σ² over all workers' samples.
 
-    With weights wᵢ per row and n = Σ wᵢ over all workers, the gradient is
-    (g − Σ w g / n − x̂ Σ w g x̂ / n) / σ (Ioffe and Szegedy, "Batch Normalization", ICML 2015, section 3), where both
-    sums run over all workers' samples.
+    Each worker contributes (Σ w (x − c), Σ w (x − c)², Σ w) about a shift c that all share (the running mean), in
+    float64 and derived from its own mean and centred squares, so that nothing cancels. With n = Σ w over all workers
+    and x̂ = (x − μ) / σ the gradient is γ (g − w (Σ g + x̂ Σ g x̂) / n) / σ, where both sums run over all workers'
+    samples (Ioffe and Szegedy, "Batch Normalization", ICML 2015, section 3; with w = 1 it is what torch's
+    SyncBatchNorm computes).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, eps: float, all_reduce: AllReduce
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        shift: Tensor | None,
+        weights: Tensor | None,
+        eps: float,
+        all_reduce: AllReduce,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        spread = weights.view([-1] + [1] * (x.dim() - 1))
-        inner = x[0, 0].numel()
-        # Two rounds, mean first: the variance is then a sum of squares about the mean, which does not cancel.
-        first = torch.cat([(x.double() * spread).sum(dims), weights.double().sum().view(1) * inner])
-        all_reduce(first)
-        count = first[-1].clamp(min=1.0)
-        mean = first[:-1] / count
-        centred = x.double() - mean.view(shape)
-        second = (centred.square() * spread).sum(dims)
-        all_reduce(second)
-        variance = second / count
-        scale = (variance + eps).rsqrt()
-        normal = (centred * scale.view(shape)).to(x.dtype)
-        ctx.save_for_backward(normal, scale.to(x.dtype), weights, count)
-        ctx.all_reduce = all_reduce
-        ctx.mark_non_differentiable(mean, variance, count)
-        return normal, mean, variance, count
+        wide = x if x.dtype == torch.float64 else x.float()
+        count, mean, squares = _moments(wide, weights)
+        about = mean if shift is None else mean - shift.double()
+        sums = torch.cat([about * count, squares + about.square() * count, count.view(1)])
+        all_reduce(sums)
+        channels = x.shape[1]
+        count = sums[-1].clamp(min=1.0)
+        about = sums[:channels] / count
+        variance = (sums[channels:-1] / count - about.square()).clamp_(min=0.0)
+        mean = about if shift is None else about + shift.double()
+        used = (mean.to(wide.dtype), variance.to(wide.dtype))
+        y = functional.batch_norm(wide, *used, _as(gamma, wide), _as(beta, wide), False, 0.0, eps)
+        ctx.save_for_backward(x, gamma, *used, weights, count)
+        ctx.eps, ctx.all_reduce = eps, all_reduce
+        total = sums[-1].clone()
+        ctx.mark_non_differentiable(mean, variance, total)
+        return y.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
-        normal, scale, weights, count = ctx.saved_tensors
-        dims = [dim for dim in range(grad.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (grad.dim() - 2)
-        spread = weights.view([-1] + [1] * (grad.dim() - 1))
-        sums = torch.stack([grad.double().sum(dims), (grad.double() * normal).sum(dims)])
-        ctx.all_reduce(sums)
-        sums = sums / count
-        mean_grad, mean_product = (part.to(grad.dtype).view(shape) for part in sums)
-        # A row of weight 0 is in no statistic, so nothing flows back to it through them.
-        through = (mean_grad + normal * mean_product) * spread
-        return (grad - through) * scale.view(shape), None, None, None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, variance, weights, count = ctx.saved_tensors
+        dims, shape = _over(x)
+        wide, grad = x.to(mean.dtype), grad.to(mean.dtype)
+        normal = functional.batch_norm(wide, mean, variance, None, None, False, 0.0, ctx.eps)
+        of_beta, of_gamma = grad.sum(dims), (grad * normal).sum(dims)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([of_beta, of_gamma]).double()
+            ctx.all_reduce(sums)
+            level, slope = (sums / count).to(mean.dtype).view(2, *shape)
+            through = normal.mul_(slope).add_(level)
+            if weights is not None:
+                # A row of weight 0 is in no statistic, so nothing flows back to it through them.
+                through.mul_(_by_row(weights, x))
+            scale = (variance + ctx.eps).rsqrt()
+            factor = scale if gamma is None else scale * gamma.to(scale.dtype)
+            of_x = (grad - through).mul_(factor.view(shape)).to(x.dtype)
+        return (
+            of_x,
+            of_gamma.to(gamma.dtype) if gamma is not None else None,
+            of_beta.to(gamma.dtype) if gamma is not None else None,
+            *(None,) * 4,
+        )
+
+
+def _as(parameter: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(like.dtype)
+
+
+def _over(x: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions that statistics go over, and the shape that one number per channel takes beside `x`."""
+    return [dim for dim in range(x.dim()) if dim != 1], [1, -1] + [1] * (x.dim() - 2)
+
+
+def _by_row(weights: Tensor, x: Tensor) -> Tensor:
+    """Weights of the samples as weights of the rows of `x`, which may have several rows for each sample."""
+    if len(x) != len(weights):
+        weights = weights.repeat_interleave(len(x) // max(len(weights), 1))
+    return weights.to(x.dtype).view([-1] + [1] * (x.dim() - 1))
+
+
+def _moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """This worker's count, mean and sum of squares about its mean, float64: [], [C], [C]."""
+    dims, shape = _over(x)
+    none = x.new_zeros(x.shape[1], dtype=torch.float64)
+    values = x.numel() // x.shape[1]
+    if weights is None:
+        count = x.new_tensor(values, dtype=torch.float64)
+        if values == 0:
+            return count, none, none
+        variance, mean = torch.var_mean(x, dims, correction=0)
+        return count, mean.double(), variance.double() * count
+    by_row = _by_row(weights, x)
+    count = by_row.double().sum() * (values // max(len(x), 1))
+    if float(count) == 0.0:
+        return count, none, none
+    mean = (x * by_row).sum(dims).double() / count
+    squares = ((x - mean.to(x.dtype).view(shape)).square() * by_row).sum(dims)
+    return count, mean, squares.double()
+
+
+class _GlobalForward(Override):
+    """The forward of a BatchNorm module whose statistics are over the global batch."""
+
+    module: _BatchNorm
+
+    def __init__(self, module: _BatchNorm, synchronised: Synchronised, name: str) -> None:
+        super().__init__(module)
+        self._synchronised = synchronised
+        self._name = name
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, x = self.module, input
+        if not module.training:
+            return self.inner(x)  # type: ignore[no-any-return]
+        module._check_input_dim(x)  # type: ignore[no-untyped-call]
+        shift = module.running_mean if module.track_running_stats else None
+        y, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
+            x,
+            module.weight,
+            module.bias,
+            shift,
+            self._synchronised.weights,
+            module.eps,
+            self._synchronised.all_reduce,
+        )
+        values = float(count)
+        if values == 1.0:
+            raise TaskError(
+                f"`{self._name}` gets one value per channel from the whole global batch, which has no variance",
+                where="train.batch_norm",
+                fix="Raise `train.global_batch`; its last one of an epoch counts too",
+            )
+        if module.track_running_stats and values > 0:
+            _track(module, mean, variance * (values / (values - 1.0)))
+        return y  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _track(module: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+    """Updates running statistics as torch does: with the unbiased variance."""
+    if module.running_mean is None or module.running_var is None:
+        return
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked.add_(1)
+    share = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
+    module.running_var.lerp_(unbiased.to(module.running_var.dtype), share)
 
 
 class Synchronised:
-    """The modules of a model whose statistics are over the global batch."""
+    """The modules of a model whose statistics are over the global batch.
+
+    In training every worker must make the same forward and backward passes, one with no samples those of a sample of
+    weight 0. In evaluation the modules are the stock ones and nothing is sent.
+    """
 
     def __init__(self, model: nn.Module, all_reduce: AllReduce) -> None:
-        self._weights: Tensor | None = None
-        for module in model.modules():
+        self.all_reduce = all_reduce
+        self.weights: Tensor | None = None
+        for name, module in model.named_modules():
             if isinstance(module, _BatchNorm):
-                self._replace(module, all_reduce)
+                _GlobalForward(module, self, name).install()
 
     def set_weights(self, weights: Tensor | None) -> None:
-        """Weights of the rows of the next forward passes, shape [B]; None: 1. A row of weight 0 enters no statistic."""
-        self._weights = weights
-
-    def _replace(self, module: _BatchNorm, all_reduce: AllReduce) -> None:
-        stock = module.forward
-
-        def forward(x: Tensor) -> Tensor:
-            if not (module.training or not module.track_running_stats):
-                return stock(x)
-            weights = self._weights if self._weights is not None else x.new_ones(len(x))
-            normal: Tensor
-            normal, mean, variance, count = _Normalise.apply(x, weights, module.eps, all_reduce)  # type: ignore[no-untyped-call]
-            if module.training and module.track_running_stats:
-                _track(module, mean, variance, count)
-            if module.weight is None:
-                return normal
-            shape = [1, -1] + [1] * (x.dim() - 2)
-            return normal * module.weight.view(shape) + module.bias.view(shape)
-
-        module.forward = forward  # type: ignore[method-assign, assignment]
-
-
-def _track(module: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Updates running statistics as torch does: with the unbiased variance."""
-    assert module.running_mean is not None
-    assert module.running_var is not None
-    assert module.num_batches_tracked is not None
-    with torch.no_grad():
-        module.num_batches_tracked.add_(1)
-        share = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
-        unbiased = variance * (count / (count - 1).clamp(min=1.0))
-        module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
-        module.running_var.lerp_(unbiased.to(module.running_var.dtype), share)
+        """Weights of the samples of the next forward passes, shape [B]; None: 1. One of weight 0 enters no
+        statistic."""
+        self.weights = weights
 
 
 def synchronise(model: nn.Module, all_reduce: AllReduce) -> Synchronised:
     """Takes the statistics of every BatchNorm module over all workers' samples.
 
     Args:
-        model: its modules keep their names and states.
+        model: its modules keep their names, classes and states.
         all_reduce: adds a float64 tensor up over all workers, in place.
     """
     return Synchronised(model, all_reduce)
