@@ -180,19 +180,19 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
 
     def cast(batch: Columns, name: str) -> Tensor:
         value = _column(batch, name, path)
-        value = value.to(torch.float32)
         scale = scales.get(name, 1.0)
-        return value.div_(scale) if scale != 1.0 and value is not batch[name] else value / scale
+        numbers = value.to(torch.float32)
+        numbers = numbers.unsqueeze(-1) if numbers.dim() == 1 else numbers
+        if scale == 1.0:
+            return numbers
+        return numbers.div_(scale) if value.dtype != torch.float32 else numbers / scale
 
     if len(names) == 1:
         (only,) = names
-        if scales.get(only, 1.0) == 1.0:
-            return lambda batch: _column(batch, only, path).to(torch.float32)
         return lambda batch: cast(batch, only)
 
     def concatenated(batch: Columns) -> Tensor:
         parts = [cast(batch, name) for name in names]
-        parts = [part.unsqueeze(-1) if part.dim() == 1 else part for part in parts]
         if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
             shapes = ", ".join(f"{name} {list(part.shape[1:])}" for name, part in zip(names, parts, strict=True))
             raise TaskError(f"inputs of different shapes cannot be concatenated: {shapes}", where=str(path))

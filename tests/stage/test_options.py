@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MLP, losses
 
+from conftest import MLP, losses
 from verbund.run import Run
 
 RunJob = Callable[..., Run]
