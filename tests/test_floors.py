@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 FLOORS: list[tuple[str, ...]] = [
     ("errors", "job", "task", "sums", "objectives", "metrics", "randomness"),
     ("data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
-     "observe.energy", "observe.progress", "observe.directions", "observe.tensorboard"),
+     "observe.energy", "observe.progress", "observe.directions"),
     ("cluster",),
     ("mesh", "exchange", "plan"),
     ("stage",),

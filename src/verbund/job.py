@@ -36,7 +36,8 @@ class Data(Section):
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of `train` held out for validation, chosen by a seeded hash of the sample id."""
     input: str | list[str] | None = None
-    """Column or columns that the model is called with, as float32. A number per sample becomes [B, 1]; several columns are
+    """Column or columns that the model is called with, as float32. A number per sample becomes [B, 1]; several
+    columns are
     concatenated along the last dimension."""
     target: str | list[str] | None = None
     """Column or columns that the loss compares with. Not needed for `next_token`."""

@@ -22,8 +22,9 @@ def test_tensorboard(run_job: RunJob) -> None:
     run = run_job(MLP, changes)
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
-    written = [event.value for event in events.Scalars("train/loss")]
-    np.testing.assert_allclose(written, losses(run), rtol=1e-6)
+    curve = losses(run)
+    for event in events.Scalars("train/loss"):  # counted in steps done, and not each of them
+        assert event.value == pytest.approx(curve[event.step - 1], rel=1e-6)
     assert events.Scalars("validation/accuracy")[-1].value == pytest.approx(run.summary["metrics"]["accuracy"]["last"])
 
 

@@ -138,23 +138,22 @@ class GradientSums:
         """
         numbers = self._numbers
         high, low = divmod(weight, _WEIGHT_UNIT)
-        numbers[1:_NUMBERS] = torch.tensor([high, low, flag], dtype=numbers.dtype)
+        used = [0.0 if p.grad is None else 1.0 for p in self._parameters] if self._buckets else []
+        known = torch.tensor([high, low, flag, *used], dtype=numbers.dtype)
         numbers[0] = loss
-        if extra is not None:
-            numbers[_NUMBERS : _NUMBERS + self._extras] = extra
+        numbers[1 : 1 + len(known)] = known
+        if extra is not None and self._extras:
+            numbers[-self._extras :] = extra
         self.stamps = []
+        values = numbers
         if self._buckets:
-            used = [0.0 if p.grad is None else 1.0 for p in self._parameters]
-            numbers[_NUMBERS + self._extras :] = torch.tensor(used, dtype=numbers.dtype)
             self._send_rest()
             self._wait()
             values = self._buckets[-1].tail
-        else:
-            values = numbers
-        loss_, high_, low_, flags = values[:_NUMBERS].tolist()
-        extras = values[_NUMBERS : _NUMBERS + self._extras]
+        extras = values[len(values) - self._extras :]
+        loss_, high_, low_, flags, *counts = values[: len(values) - self._extras].tolist()
         if self._buckets:
-            self._hand_over(values[_NUMBERS + self._extras :])
+            self._hand_over(counts)
         return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags, extras)
 
     def _cut(self, tail: int) -> None:
@@ -219,9 +218,9 @@ class GradientSums:
             self.stamps.append(Stamps(bucket.arrival, blocked, done))
             blocked = done
 
-    def _hand_over(self, used: Tensor) -> None:
-        everywhere = bool((used > 0).all())
-        flags = None if everywhere else dict(zip(map(id, self._parameters), (used > 0).tolist(), strict=True))
+    def _hand_over(self, users: list[float]) -> None:
+        """Gives the parameters their sums; `users` says how many workers used each."""
+        unused = {id(p) for p, count in zip(self._parameters, users, strict=True) if not count}
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view if flags is None or flags.get(id(parameter)) else None
+                parameter.grad = None if id(parameter) in unused else view

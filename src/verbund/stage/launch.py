@@ -231,6 +231,10 @@ def _refuse_existing(directory: Path | str | None) -> None:
 
 def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
+    if training and job.observe.tensorboard:
+        from verbund.observe import tensorboard
+
+        tensorboard.require()
     problems = task.check(job)
     try:
         prepared = prepare(job.data, folder=Path(job.folder), notify=notify, training=training)
@@ -365,6 +369,7 @@ def _train(
         progress.message(note)
     journal.event("membership", generation=generation, workers=job.world)
 
+    board = _board(run, job)
     meter = EnergyMeter()
     meter.start()
 
@@ -373,8 +378,12 @@ def _train(
         if message.kind == "progress":
             meter.joules()  # often enough that no counter wraps unseen
             progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
+            if board is not None:
+                board.step(fields["step"], fields["loss"], samples_per_second=fields["samples_per_second"])
         elif message.kind == "validation":
             progress.validation(fields["step"], fields["metrics"])
+            if board is not None:
+                board.validation(fields["step"], fields["metrics"])
         elif message.kind == "saved":
             if warning := commits.saved(fields):
                 progress.message(warning)
@@ -410,6 +419,8 @@ def _train(
             )
     finally:
         progress.close()
+        if board is not None:
+            board.close()
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
@@ -425,6 +436,15 @@ def _train(
             fix=f"`verbund resume {run.path}` continues",
         )
     return run
+
+
+def _board(run: Run, job: Job) -> Any:
+    """What writes TensorBoard's event files while the run goes on, if the job wants them."""
+    if not job.observe.tensorboard:
+        return None
+    from verbund.observe.tensorboard import Board
+
+    return Board(run.path)
 
 
 def _sum_up(

@@ -19,7 +19,6 @@ from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
-from verbund.observe import tensorboard
 from verbund.observe.memory import peak_bytes
 from verbund.stage.island import augmentation
 from verbund.stage.validate import wanted
@@ -35,8 +34,6 @@ def work(worker: Worker) -> dict[str, Any]:
         problems.append(Problem(error.where or "validate.metrics", error.what, error.fix))
     if problems:
         return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
-    if job.observe.tensorboard:
-        tensorboard.check()
     worker.supervise()
     worker.doing("checking the task", 0)
     task = tasks.load(job)

@@ -19,7 +19,6 @@ from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
-from verbund.observe.tensorboard import Board
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation
 from verbund.stage.restore import restore
@@ -90,8 +89,6 @@ class _Training:
         self.former_seconds = float(state.get("seconds", 0.0))
         self.begun = time.monotonic()
         self.loss = math.nan
-        wanted = job.observe.tensorboard and self.rank == 0
-        self.board = Board(run.path / "tensorboard") if wanted else None
         self._reported = 0.0
         self._reported_samples = self.samples
         self._validated = -1
@@ -137,8 +134,6 @@ class _Training:
         finally:
             loader.close()
         self._finish(reason)
-        if self.board is not None:
-            self.board.close()
         return {
             "stopped_by": reason,
             "steps": self.step,
@@ -192,8 +187,6 @@ class _Training:
         if self.rank == 0:
             rate = float(self.replica.optimizer.param_groups[0]["lr"])
             self.journal.step(step, self.loss, weight, size, rate)
-            if self.board is not None:
-                self.board.step(step, self.loss, rate)
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
                 self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=speed)
@@ -225,8 +218,6 @@ class _Training:
         self.journal.add("validate", self.step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)
-            if self.board is not None:
-                self.board.validation(self.step, metrics)
             self.worker.send("validation", step=self.step, metrics=metrics)
         return self._judge(metrics)
 
