@@ -32,11 +32,11 @@ class Decoder:
             array = array.combine_chunks()
         kind = array.type
         if pa.types.is_dictionary(kind):
-            if _is_text(kind.value_type):
+            if is_text(kind):
                 return self._texts(array)
             array = array.dictionary_decode()
             kind = array.type
-        if _is_text(kind):
+        if is_text(kind):
             return self._texts(array.dictionary_encode())
         if pa.types.is_boolean(kind):
             return _whole(array, False, "bool")
@@ -101,7 +101,10 @@ class Decoder:
         return Chunk(values, chunk.kind, missing)
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
+    """Whether values of an Arrow type are texts, as they are or by a dictionary."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
     return bool(
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)

@@ -19,8 +19,7 @@ class DatasetSource(Source):
     """Calls `dataset[i]`; items may be tuples, dicts, arrays, tensors or numbers.
 
     Before each item of a training batch torch's, numpy's and Python's generators are seeded by (seed, ticket, id),
-    so that
-    augmentations that draw from them are the same for any number of workers and loaders.
+    so that augmentations that draw from them are the same for any number of workers and loaders.
 
     Args:
         dataset: the user's, with `__len__` and `__getitem__`.
@@ -63,6 +62,13 @@ class DatasetSource(Source):
                     ) from error
         finally:
             _restore(states)
+        for number, item in zip(ids.tolist(), items, strict=True):
+            if odd := items[0].keys() ^ item.keys():
+                raise TaskError(
+                    f"sample {number} and sample {int(ids[0])} have not both `{min(odd)}`",
+                    where="dataset().__getitem__",
+                    fix="All samples need the same entries",
+                )
         return {name: _stacked(name, [item[name] for item in items], ids) for name in items[0]}
 
     def _named(self, item: Any, number: int) -> dict[str, NDArray[Any]]:
@@ -115,4 +121,4 @@ def _restore(states: tuple[Any, Any, Any]) -> None:
 def _seed(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    torch.manual_seed(value & 0x7FFFFFFFFFFFFFFF)
+    torch.default_generator.manual_seed(value & 0x7FFFFFFFFFFFFFFF)  # the CPU's, which is what items are made on

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,4 +103,6 @@ def _remember(memory: Path, known: dict[str, list[Any]]) -> None:
         new.write_text(json.dumps(known), encoding="utf-8")
         new.replace(memory)
     except OSError:
-        new.unlink(missing_ok=True)  # a full disk: the conversion itself will say so if it matters
+        # The conversion itself will say what is wrong with the disk, if it matters.
+        with suppress(OSError):
+            new.unlink()

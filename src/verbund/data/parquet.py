@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verbund.data.arrow import Decoder
+from verbund.data.arrow import Decoder, is_text
 from verbund.data.columns import Chunk, Unsupported
 from verbund.data.table import Rows
 from verbund.errors import DataError
@@ -32,7 +32,7 @@ class ParquetTable:
         self._wanted = wanted
         first: Any = None
         for path in files:
-            schema = _opened(path).schema_arrow
+            schema = _schema(path)
             if first is None:
                 first = schema
                 _check_names(schema, path)
@@ -70,11 +70,17 @@ def rows_of(batch: Any, decoders: dict[str, Decoder]) -> Rows:
     return rows
 
 
-def _opened(path: Path) -> Any:
+def _schema(path: Path) -> Any:
     try:
-        schema = pq.read_schema(path)
-        # Texts of few different values are stored as dictionaries; taking these over saves comparing every text.
-        texts = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        return pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"is no whole Parquet file: {_first_line(error)}", where=str(path)) from None
+
+
+def _opened(path: Path) -> Any:
+    # Texts of few different values are stored as dictionaries; taking these over saves comparing every text.
+    texts = [field.name for field in _schema(path) if is_text(field.type)]
+    try:
         return pq.ParquetFile(path, read_dictionary=texts, buffer_size=_BUFFER, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"is no whole Parquet file: {_first_line(error)}", where=str(path)) from None
@@ -111,7 +117,7 @@ def _difference(first: Any, other: Any) -> str | None:
         if index < 0:
             return f"column `{field.name}` is missing"
         kind = other.field(index).type
-        if kind != field.type:
+        if kind != field.type and not (is_text(kind) and is_text(field.type)):
             return f"column `{field.name}` is {kind}, not {field.type}"
     extra = set(other.names) - set(first.names)
     return f"column `{min(extra)}` is new" if extra else None
