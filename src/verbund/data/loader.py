@@ -1,7 +1,7 @@
 """The loader: reads the samples of a plan, in the plan's order, where it costs least.
 
-Measured with 64 rows of 784 bytes on one core: a batch gathered from a column file when it is needed costs 25 µs,
-one that a thread has read ahead 65 µs, one that comes from another process 430 µs. So column files that fit into memory
+Measured with 64 rows of 784 bytes on one core: a batch gathered from a column file when it is needed costs 20 µs,
+one that a thread has read ahead 40 µs, one that comes from another process 200 µs. So column files that fit into memory
 are gathered inline; what is slow to read (images, Datasets, stores of over 1 GiB, augmentation) is read ahead by a
 thread, or by loader processes where the job asks for them.
 """
