@@ -51,6 +51,8 @@ class BufferDeltas:
         by_kind: dict[tuple[torch.dtype, torch.device], list[Buffer]] = {}
         for buffer in watched:
             tensor = buffer.get()
+            if not tensor.is_contiguous():
+                buffer.put(tensor := tensor.contiguous())
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(buffer)
         self._kinds = [_Kind(buffers) for buffers in by_kind.values()]
         self.size = sum(kind.size for kind in self._kinds)
@@ -113,9 +115,12 @@ class _Kind:
 
     def __init__(self, buffers: list[Buffer]) -> None:
         self._buffers = buffers
-        first = buffers[0].get()
-        self._shapes = [_real(buffer.get()).shape for buffer in buffers]
-        self._sizes = [shape.numel() for shape in self._shapes]
+        self._tensors = [buffer.get() for buffer in buffers]
+        # Flat views of the buffers, made once: making them costs more than all that is done with them.
+        self._views = [_flat(tensor) for tensor in self._tensors]
+        self._shapes = [tensor.shape for tensor in self._tensors]
+        self._sizes = [view.numel() for view in self._views]
+        first = self._tensors[0]
         self._averaged = first.is_floating_point() or first.is_complex()
         self.size = sum(self._sizes)
         wide = torch.float64 if first.dtype in (torch.float64, torch.complex128) else torch.float32
@@ -144,23 +149,33 @@ class _Kind:
             self._put((self._start.to(torch.int64) + change).to(self._start.dtype))
 
     def _now(self) -> Tensor:
-        tensors = [_real(buffer.get()) for buffer in self._buffers]
-        for buffer, tensor, shape in zip(self._buffers, tensors, self._shapes, strict=True):
-            if tensor.shape != shape:
-                raise TaskError(
-                    f"the buffer `{buffer.name}` changed its shape from {list(shape)} to {list(tensor.shape)}",
-                    where="model()",
-                    fix="Register it with persistent=False if it is a cache; state must keep its shape",
-                )
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for place, buffer in enumerate(self._buffers):
+            tensor = buffer.module._buffers[buffer.key]
+            if tensor is not self._tensors[place]:
+                self._follow(place, buffer.get())
+        return torch.cat(self._views)
+
+    def _follow(self, place: int, tensor: Tensor) -> None:
+        """Another tensor is there now."""
+        if tensor.shape != self._shapes[place]:
+            raise TaskError(
+                f"the buffer `{self._buffers[place].name}` changed its shape from {list(self._shapes[place])} to "
+                f"{list(tensor.shape)}",
+                where="model()",
+                fix="Register it with persistent=False if it is a cache; state must keep its shape",
+            )
+        # A view of one number repeated cannot be written to.
+        self._tensors[place] = tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._buffers[place].put(tensor)
+        self._views[place] = _flat(tensor)
 
     def _put(self, flat: Tensor) -> None:
-        parts = [part.view(shape) for part, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)]
-        torch._foreach_copy_([_real(buffer.get()) for buffer in self._buffers], parts)
+        torch._foreach_copy_(self._views, torch.split(flat, self._sizes))
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+def _flat(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().view(-1)
 
 
 class _Normalise(torch.autograd.Function):
@@ -206,22 +221,23 @@ class _Normalise(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, mean, variance, weights, count = ctx.saved_tensors
-        dims, shape = _over(x)
         wide, grad = x.to(mean.dtype), grad.to(mean.dtype)
-        normal = functional.batch_norm(wide, mean, variance, None, None, False, 0.0, ctx.eps)
-        of_beta, of_gamma = grad.sum(dims), (grad * normal).sum(dims)
+        # torch's own backward in evaluation: Σ g x̂ and Σ g with the statistics as given.
+        _, of_gamma, of_beta = torch.ops.aten.native_batch_norm_backward(
+            grad, wide, None, mean, variance, None, None, False, ctx.eps, [False, True, True]
+        )
         of_x = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([of_beta, of_gamma]).double()
+            sums = torch.stack([of_gamma, of_beta]).double()
             ctx.all_reduce(sums)
-            level, slope = (sums / count).to(mean.dtype).view(2, *shape)
-            through = normal.mul_(slope).add_(level)
+            slope, level = (sums / count).to(mean.dtype)
+            through = functional.batch_norm(wide, mean, variance, slope, level, False, 0.0, ctx.eps)
             if weights is not None:
                 # A row of weight 0 is in no statistic, so nothing flows back to it through them.
                 through.mul_(_by_row(weights, x))
             scale = (variance + ctx.eps).rsqrt()
             factor = scale if gamma is None else scale * gamma.to(scale.dtype)
-            of_x = (grad - through).mul_(factor.view(shape)).to(x.dtype)
+            of_x = torch.sub(grad, through, out=through).mul_(factor.view(_beside(x))).to(x.dtype)
         return (
             of_x,
             of_gamma.to(gamma.dtype) if gamma is not None else None,
@@ -234,9 +250,9 @@ def _as(parameter: Tensor | None, like: Tensor) -> Tensor | None:
     return None if parameter is None else parameter.to(like.dtype)
 
 
-def _over(x: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions that statistics go over, and the shape that one number per channel takes beside `x`."""
-    return [dim for dim in range(x.dim()) if dim != 1], [1, -1] + [1] * (x.dim() - 2)
+def _beside(x: Tensor) -> list[int]:
+    """The shape that one number per channel takes beside `x`."""
+    return [1, -1] + [1] * (x.dim() - 2)
 
 
 def _by_row(weights: Tensor, x: Tensor) -> Tensor:
@@ -248,22 +264,18 @@ def _by_row(weights: Tensor, x: Tensor) -> Tensor:
 
 def _moments(x: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """This worker's count, mean and sum of squares about its mean, float64: [], [C], [C]."""
-    dims, shape = _over(x)
-    none = x.new_zeros(x.shape[1], dtype=torch.float64)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
     values = x.numel() // x.shape[1]
-    if weights is None:
-        count = x.new_tensor(values, dtype=torch.float64)
-        if values == 0:
-            return count, none, none
-        variance, mean = torch.var_mean(x, dims, correction=0)
-        return count, mean.double(), variance.double() * count
-    by_row = _by_row(weights, x)
-    count = by_row.double().sum() * (values // max(len(x), 1))
-    if float(count) == 0.0:
-        return count, none, none
-    mean = (x * by_row).sum(dims).double() / count
-    squares = ((x - mean.to(x.dtype).view(shape)).square() * by_row).sum(dims)
-    return count, mean, squares.double()
+    by_row = None if weights is None else _by_row(weights, x)
+    count = torch.tensor(float(values), dtype=torch.float64, device=x.device)
+    if by_row is not None:
+        count = by_row.double().sum() * (values // max(len(x), 1))
+    # Two passes by hand: torch.var_mean takes ten times as long.
+    total = (x if by_row is None else x * by_row).sum(dims).double()
+    mean = total / count.clamp(min=torch.finfo(torch.float64).tiny)
+    centred = x - mean.to(x.dtype).view(_beside(x))
+    squares = centred.square() if by_row is None else centred.square_().mul_(by_row)
+    return count, mean, squares.sum(dims).double()
 
 
 class _GlobalForward(Override):
