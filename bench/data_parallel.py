@@ -83,6 +83,7 @@ def main():
         stamps.append(time.monotonic_ns())
     if rank == 0:
         print(json.dumps([stamps[0], stamps[{warm}], stamps[-1]]))
+    dist.barrier()  # else a rank that ends first may take the other down
     dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def main():
     if dist.get_rank() == 0:
         peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
         print(time.monotonic_ns(), peak * 1024)
+    dist.barrier()
     dist.destroy_process_group()
 
 if __name__ == "__main__":

@@ -205,8 +205,8 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    # torch's activation checkpointing and compiler need what takes a second to import.
-    heavy = ("torch._dynamo",) if job.train.compile or job.train.activation_checkpointing else ()
+    # torch's compiler takes a second to import.
+    heavy = ("torch._dynamo",) if job.train.compile else ()
     cluster = LocalCluster(job.cluster.orphan_grace, heavy)
     try:
         yield cluster
@@ -242,7 +242,8 @@ def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool 
         raise _together(problems, error) from None
     objective = job.train.objective.name if job.train.objective and targets else None
     data = job.data if targets else job.data.model_copy(update={"target": None})
-    problems += check_columns(prepared, data, objective, training=training)
+    ignored = job.train.objective.ignore_index if job.train.objective else -100
+    problems += check_columns(prepared, data, objective, training=training, ignore_index=ignored)
     if problems:
         raise JobError(problems)
     return prepared
