@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from verbund.observe.events import Journal
@@ -25,7 +26,7 @@ def write_run(
     """Writes a run of synchronous steps: 2 ms data, 10 ms compute (20 ms for the worker `slow`), 3 ms communication,
     1 ms more compute. Starting takes 100 ms, a validation 50 ms. Returns the moment of its end (ns)."""
     journals = [Journal(run_dir / "journal", "worker", rank, generation) for rank in range(workers)]
-    start = _now(journals[0]) if begin is None else begin
+    start = time.monotonic_ns() if begin is None else begin
     now = [start + 100 * MS] * workers
     for journal in journals:
         journal.add("start", 0, start, start + 100 * MS)
@@ -58,10 +59,3 @@ def write_run(
             journal.path.write_text(text)
         journal.close()
     return max(now)
-
-
-def _now(journal: Journal) -> int:
-    import time
-
-    assert journal.path.exists()
-    return time.monotonic_ns()

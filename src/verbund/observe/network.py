@@ -32,7 +32,7 @@ class Links:
         self._closed: dict[str, tuple[int, int]] = {}
         # What the open sockets are known to be. A closed one is forgotten: its inode may come back as another
         # kind.
-        self._tcp: set[str] = set()
+        self._tcp: dict[str, int] = {}
         self._others: set[str] = set()
 
     def sample(self) -> dict[str, tuple[int, int]] | None:
@@ -47,16 +47,18 @@ class Links:
         except OSError:
             return None
         found: dict[tuple[str, str], tuple[int, int]] = {}
-        others, tcp = set(), set()
+        others: set[str] = set()
+        tcp: dict[str, int] = {}
         for name, descriptor in sockets:
             if name in self._others:
                 others.add(name)
                 continue
-            if name not in self._tcp and not _is_tcp(descriptor):
+            family = self._tcp.get(name) or _tcp_family(descriptor)
+            if family is None:
                 others.add(name)
                 continue
-            tcp.add(name)
-            if (counted := _count(descriptor)) is not None:
+            tcp[name] = family
+            if (counted := _count(descriptor, family)) is not None:
                 peer, sent, received = counted
                 found[name, peer] = (sent, received)
         self._others, self._tcp = others, tcp
@@ -91,18 +93,20 @@ class Links:
         self._closed[peer] = (before[0] + counts[0], before[1] + counts[1])
 
 
-def _is_tcp(descriptor: int) -> bool:
+def _tcp_family(descriptor: int) -> int | None:
+    """The address family of a TCP socket; None if it is something else, or gone."""
     try:
         with _borrowed(descriptor) as connection:
-            return connection.family in _FAMILIES and connection.type == socket.SOCK_STREAM
+            is_tcp = connection.family in _FAMILIES and connection.type == socket.SOCK_STREAM
+            return int(connection.family) if is_tcp else None
     except OSError:
-        return False
+        return None
 
 
-def _count(descriptor: int) -> tuple[str, int, int] | None:
+def _count(descriptor: int, family: int) -> tuple[str, int, int] | None:
     """Peer, bytes sent and received of a TCP socket; None while it is not connected."""
     try:
-        with _borrowed(descriptor) as connection:
+        with _borrowed(descriptor, family) as connection:
             raw = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _LENGTH)
             if len(raw) < _LENGTH:
                 return None
@@ -113,11 +117,14 @@ def _count(descriptor: int) -> tuple[str, int, int] | None:
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), int(sent), int(received)
 
 
-def _borrowed(descriptor: int) -> socket.socket:
-    """A duplicate, so that closing the Python object leaves the owner's descriptor alone."""
+def _borrowed(descriptor: int, family: int | None = None) -> socket.socket:
+    """A duplicate, so that closing the Python object leaves the owner's descriptor alone. Where the family is known
+    the kernel need not be asked three times."""
     copy = os.dup(descriptor)
     try:
-        return socket.socket(fileno=copy)
+        if family is None:
+            return socket.socket(fileno=copy)
+        return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=copy)
     except OSError:
         os.close(copy)
         raise

@@ -119,7 +119,7 @@ def merge(journals: Sequence[ProcessJournal]) -> Timeline:
             factor = _factors(mine[:, 0], eras)
             if same_host:
                 waited = (at - mine[:, 3]) * factor / 1e9
-                _charge(caused, lives, last[number], waited)
+                _charge(caused, lives, last[number], np.where(last[number] == number, 0.0, waited))
             timeline.unsplit += float(((mine[:, 4] - mine[:, 3]) * factor)[~whole[number]].sum()) / 1e9
             life.intervals = _intervals(life.journal, mine, at, eras)
             life.seconds = _seconds(life, eras)
