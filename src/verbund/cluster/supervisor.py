@@ -78,6 +78,7 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._interrupts = 0
         self._stop_sent = False
+        self._lost = False
 
     @property
     def interrupted(self) -> bool:
@@ -119,10 +120,11 @@ class Supervisor:
         ending: float | None = None
         while any(w.exit is None for w in self._watched.values()):
             for key, _ in selector.select(_TICK):
-                if key.data is None:
-                    self._exits(selector)
-                elif key.data.connected:
+                if key.data is not None and key.data.connected:
                     self._receive(key.data, selector)
+            # Always, not only when there is something to read: an exit may have been read while processes were started.
+            if not self._lost:
+                self._exits(selector)
             if self._interrupts and not self._stop_sent:
                 self._stop_sent = True
                 self._tell_all("stop")
@@ -165,6 +167,7 @@ class Supervisor:
         try:
             exits = list(self._cluster.exits())
         except ClusterLost as error:
+            self._lost = True
             selector.unregister(self._cluster.fileno())
             self._fail(None, error, secondary=False)
             exits = [Exit(pid, -9) for pid, w in self._watched.items() if w.exit is None]
