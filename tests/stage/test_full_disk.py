@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MakeJob
 
+from conftest import MakeJob
 from verbund import checkpoint
 from verbund.cluster.local import LocalCluster
 from verbund.stage import launch

@@ -172,3 +172,28 @@ def model():
     alone = run_job(task, {"train.steps": 20})
     three = run_job(task, {"train.steps": 20, "strategy.mesh": {"data": 3}})
     np.testing.assert_allclose(losses(three), losses(alone), rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["channels last", "transposed"])
+def test_parameters_that_are_not_contiguous(layout: str, run_job: RunJob) -> None:
+    if layout == "channels last":
+        build = """nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(54, 5)
+    ).to(memory_format=torch.channels_last)"""
+    else:
+        build = "transposed()"
+    task = f"""
+import torch
+from torch import nn
+
+def transposed():
+    layer = nn.Linear(12, 5)
+    layer.weight = nn.Parameter(torch.randn(12, 5).t())
+    return layer
+
+def model():
+    return {build}
+"""
+    alone = run_job(task, {"train.steps": 10})
+    three = run_job(task, {"train.steps": 10, "strategy.mesh": {"data": 3}})
+    np.testing.assert_allclose(losses(three), losses(alone), rtol=1e-5)

@@ -13,7 +13,7 @@ from typing import Any
 
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
 from verbund.comm.wire import Message, WireError
-from verbund.errors import ClusterLost, VerbundError, from_record
+from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
 from verbund.job import Cluster as Limits
 
 _TICK = 0.2
@@ -129,7 +129,7 @@ class Supervisor:
                 self._stop_sent = True
                 self._tell_all("stop")
             if self._interrupts > 1 and not self._failures:
-                self._fail(None, ClusterLost("interrupted twice: ended without a checkpoint"), secondary=False)
+                self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
                 self._deadlines()
             if self._failures and ending is None:

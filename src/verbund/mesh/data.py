@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verbund.comm.collectives import Group, Work
+from verbund.errors import InputError
 
 # Large enough that a collective's latency does not count, small enough that most of a large model is under way
 # before the
@@ -61,7 +62,7 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
         self.parameters = parameters
         pieces = torch.split(self.flat, [*sizes, tail])
-        self.views = [piece.view_as(p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
+        self.views = [_like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
         self.tail = pieces[-1]
         self.missing = len(parameters)
         self.work: Work | None = None
@@ -78,6 +79,23 @@ class _Bucket:
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
+
+
+def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A flat piece of memory as a gradient with the parameter's own strides (channels last, transposed): optimisers
+    walk both side by side."""
+    place = sorted(zip(parameter.stride(), parameter.shape, strict=True))
+    expected = 1
+    for stride, size in place:
+        if size != 1 and stride != expected:
+            raise InputError(
+                f"a parameter of shape {list(parameter.shape)} has strides {list(parameter.stride())}, which overlap "
+                "or have gaps",
+                where="model()",
+                fix="Make it contiguous: nn.Parameter(value.contiguous())",
+            )
+        expected *= size
+    return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
 
 
 class GradientSums:

@@ -264,10 +264,13 @@ def _settings(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
 def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     """One micro-batch forward and backward, in a process of its own, before any worker starts."""
     spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=_settings(job, prepared))
+    supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
-        (result,) = Supervisor(cluster, job.cluster, lambda *_: None).run([spec])
+        (result,) = supervisor.run([spec])
     except Failed as failed:
         raise _with_trace(failed) from None
+    if supervisor.interrupted:
+        raise Interrupted("interrupted while the job was checked: nothing was written")
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
