@@ -8,6 +8,8 @@
     augment(batch, random) -> batch             training only, randomness keyed by the sample
     dataset() -> map-style torch Dataset        in place of `data.train`
     validation_dataset() -> Dataset             in place of `data.validation`
+    tensor_plan() -> dict                       how the axis `tensor` cuts modules   default: detection
+    pipeline_plan() -> list[str]                modules at which stages may begin    default: children of ModuleLists
     couples = True                              samples interact in the loss: see `train.group`
 
 `batch` is a dict of column name to tensor, dimension 0 being the sample.
@@ -32,7 +34,18 @@ if TYPE_CHECKING:
     from verbund.sums import Sums
 
 Columns = dict[str, Any]
-FUNCTIONS = ("model", "inputs", "targets", "loss", "metrics", "augment", "dataset", "validation_dataset")
+FUNCTIONS = (
+    "model",
+    "inputs",
+    "targets",
+    "loss",
+    "metrics",
+    "augment",
+    "dataset",
+    "validation_dataset",
+    "tensor_plan",
+    "pipeline_plan",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class Task:
     augment: Callable[[Columns, Any], Columns] | None
     dataset: Callable[[], Any] | None
     validation_dataset: Callable[[], Any] | None
+    tensor_plan: Callable[[], dict[str, Any]] | None
+    pipeline_plan: Callable[[], list[str]] | None
     couples: bool
     own: frozenset[str]
     """Which of the functions the file itself has."""
@@ -118,6 +133,8 @@ def load(job: Job) -> Task:
         augment=getattr(module, "augment", None),
         dataset=_dataset(module, job, path),
         validation_dataset=getattr(module, "validation_dataset", None),
+        tensor_plan=getattr(module, "tensor_plan", None),
+        pipeline_plan=getattr(module, "pipeline_plan", None),
         couples=bool(getattr(module, "couples", False)),
         own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )

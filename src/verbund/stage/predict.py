@@ -10,7 +10,6 @@ from torch import Tensor
 
 from verbund.cluster.worker import Worker
 from verbund.errors import InputError, TaskError
-from verbund.mesh.replica import Replica
 from verbund.stage.island import Island
 from verbund.stage.predictions import PartWriter
 from verbund.stage.restore import restore
@@ -20,19 +19,22 @@ from verbund.stage.validate import evaluation_batches, evaluation_threads
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund predict`."""
     island = Island.join(worker)
-    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     restore(source, replica, weights_only=True)
     samples = island.validation_set
     if samples is None:
         raise InputError("there is no data to predict", where=str(source))
     objective = island.job.train.objective
-    replica.model.eval()
     count = 0
-    with PartWriter(Path(worker.settings["parts"][island.mesh.rank])) as part, evaluation_threads(island):
+    path = Path(worker.settings["parts"][island.mesh.rank])
+    with PartWriter(path) as part, evaluation_threads(island), replica.evaluating():
         for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
             worker.doing("predicting", index)
-            columns = columns_of(replica.predict(batch), objective.name if objective else None)
+            output = replica.predict(batch)
+            if output is None or batch.phantom:
+                continue
+            columns = columns_of(output, objective.name if objective else None)
             for name, values in columns.items():
                 if len(values) != len(batch.ids):
                     raise TaskError(

@@ -9,15 +9,15 @@ import torch
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
-from verbund.comm.collectives import Group
 from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem
-from verbund.job import Job
+from verbund.job import Job, Strategy
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.axes import Mesh
+from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
 from verbund.stage.island import augmentation
@@ -77,10 +77,12 @@ def total_steps(job: Job, order: Order) -> int | None:
 
 def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:
     place = device.choose(0, job.world)
-    replica = Replica(task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
+    alone = job.model_copy(update={"strategy": Strategy()})
+    replica = Replica(task, alone, Mesh(), Groups.alone(place))
     notes = _notes(job, replica, order)
     size = order.size(0)
-    low, high = next(part for rank in range(job.world) for part in replica.division.micro_batches(size, rank))
+    division = _division(job, replica)
+    low, high = next(p for worker in range(division.workers) for p in division.micro_batches(size, worker))
     ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
 
     loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
@@ -91,14 +93,21 @@ def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple
     return replica, notes
 
 
+def _division(job: Job, replica: Replica) -> Division:
+    """How the mesh of the job divides a global batch."""
+    mesh = Mesh.of(job.strategy.mesh, 0)
+    return Division(mesh.batch_workers, replica.division.unit, job.train.micro_batch)
+
+
 def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
+    division = _division(job, replica)
     if replica.statistics:
-        if replica.joins_forward or job.train.batch_norm == "global":
+        if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")
-            if 0 < job.train.micro_batch < -(-size // job.world):
+            if 0 < job.train.micro_batch < -(-size // division.workers):
                 raise InputError(
                     "batch statistics over the global batch need each worker's share in one forward pass",
                     where="train.micro_batch",
@@ -106,10 +115,11 @@ def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
                 )
         else:
             notes.append(f"Batch statistics are taken over groups of {job.train.group} samples")
-    idle = sum(not replica.division.micro_batches(size, rank) for rank in range(job.world))
+    idle = sum(not division.micro_batches(size, worker) for worker in range(division.workers))
     if idle:
-        unit = f" in groups of {job.train.group} (`train.group`)" if replica.division.unit > 1 else ""
+        unit = f" in groups of {job.train.group} (`train.group`)" if division.unit > 1 else ""
         notes.append(
-            f"{idle} of {job.world} workers have nothing to do: a global batch of {size} samples is divided{unit}"
+            f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
+            f"divided{unit}"
         )
     return notes
