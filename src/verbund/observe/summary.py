@@ -322,8 +322,8 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
     if timeline.wait_measured and timeline.unsplit > 0.01 * max(blocked, 1e-9):
         share = 100 * min(timeline.unsplit / max(blocked, 1e-9), 1.0)
         found.append(
-            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating, "
-            "since not all workers recorded them; it counts as communicating."
+            f"{share:.0f} % of the time in collectives and messages could not be divided into waiting and "
+            "communicating, since not all workers recorded them; it counts as communicating."
         )
     if open_ := [j.name for j in workers if not j.ended]:
         found.append(f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs on).")
