@@ -42,6 +42,8 @@ class Facts:
     parameters: int
     worker_bytes: int
     notes: list[str]
+    costs: list[float] | None = None
+    """Seconds of each layer at which a pipeline may be cut."""
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -330,7 +332,11 @@ def _evaluation_job(job: Job, data: str | None, workers: int | None) -> Job:
 def _evaluate(
     cluster: LocalCluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    specs = _workers(job, entry, _settings(job, prepared, **settings))
+    return _supervised(cluster, job, _workers(job, entry, _settings(job, prepared, **settings)))
+
+
+def _supervised(cluster: LocalCluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
+    """The results of processes that are watched until they end."""
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
         results = supervisor.run(specs)
@@ -401,6 +407,7 @@ def _train(
         run=str(run.path.resolve()),
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
+        costs=facts.costs,
     )
     supervisor = Supervisor(cluster, job.cluster, handle)
     start = time.monotonic()
