@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from fractions import Fraction
 
 import pytest
@@ -73,6 +73,25 @@ def test_no_deadlock_and_every_dependency_is_met(
         assert [t.action for t in timed if t.rank == rank] == mine
         times = [(t.start, t.end) for t in timed if t.rank == rank]
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(times))
+
+
+@given(pipelines())
+@settings(max_examples=200, deadline=None)
+def test_messages_of_a_kind_are_sent_in_the_order_in_which_they_are_taken(pipeline: tuple[str, int, int, int]) -> None:
+    schedule, ranks, chunks, _ = pipeline
+    last = stages(schedule, ranks, chunks) - 1
+    sent, taken = defaultdict(list), defaultdict(list)  # by kind, sender, receiver: of which stage and micro-batch
+    for rank, mine in enumerate(actions(*pipeline)):
+        for kind, stage, micro_batch in mine:
+            if kind == "W":
+                continue
+            back = kind != "F"
+            before, after = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
+            if 0 <= after <= last:
+                sent[back, rank, after % ranks].append((stage, micro_batch))
+            if 0 <= before <= last:
+                taken[back, before % ranks, rank].append((before, micro_batch))
+    assert sent == taken
 
 
 @given(pipelines())

@@ -78,7 +78,8 @@ def actions(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[
     """What each rank does in one step, in order.
 
     Executing each list in order, with receives that block and sends that do not, never ends in a deadlock, for any
-    number of micro-batches.
+    number of micro-batches. From one rank to another, outputs are sent in the order in which they are taken, and so are
+    gradients; between two ranks with several chunks both flow the same way, and then only each kind for itself.
     """
     stages(schedule, ranks, chunks)
     if micro_batches < 0:
