@@ -15,10 +15,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -82,6 +84,19 @@ def check(job: Job) -> list[Problem]:
     except (OSError, ValueError) as error:
         return [Problem(str(path), f"cannot be read: {error}")]
     return []
+
+
+def needs_transformers(job: Job) -> bool:
+    """Whether the task's model is one of the package transformers, as far as the text tells."""
+    if find_spec("transformers") is None:
+        return False
+    try:
+        tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return False
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    return any(name.split(".")[0] == "transformers" for name in imported)
 
 
 def load(job: Job) -> Task:

@@ -205,13 +205,19 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    # torch's compiler takes a second to import.
-    heavy = ("torch._dynamo",) if job.train.compile else ()
-    cluster = LocalCluster(job.cluster.orphan_grace, heavy)
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job))
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+def _heavy(job: Job) -> tuple[str, ...]:
+    """What takes seconds to import and this job needs: it is imported once, in the warm server."""
+    heavy = ["torch._dynamo"] if job.train.compile else []
+    if task.needs_transformers(job):
+        heavy.append("transformers.modeling_utils")
+    return tuple(heavy)
 
 
 def _notify(quiet: bool) -> Notify:
