@@ -51,8 +51,9 @@ class Data(Section):
     """Blocks of the data set that are shuffled together."""
     sequence: Annotated[int, Field(ge=1)] = 128
     """Text only: tokens per sample (one more is read, as the last target)."""
-    tokenizer: str = "bytes"
-    """Text only: `bytes`, or the path of a Hugging Face `tokenizer.json` (extra `text`)."""
+    tokenizer: str | None = None
+    """Text only: `bytes`, or the path of a Hugging Face `tokenizer.json` (extra `text`). Default: that of the model
+    where the task is `hf:PATH`, else `bytes`."""
     image_size: tuple[Positive, Positive] | None = None
     """Folders of images only: height and width that every image is resized to."""
     cache: str | None = None
@@ -276,7 +277,8 @@ class Job(Section):
     """A description of work. `Job.read` reads a file; `resolved` is what a run's `job.toml` holds."""
 
     task: str = ""
-    """A Python file with `model()`; relative to the job file."""
+    """A Python file with `model()`; or `hf:PATH`, a Hugging Face model's folder; or `hf:smollm2`, a small language
+    model that a package carries (extra `text`). Paths are relative to the job file."""
     name: str | None = None
     """Name of the run's directory; default: that of the job file."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

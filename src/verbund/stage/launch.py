@@ -21,6 +21,7 @@ from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
 from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
+from verbund.interop import huggingface
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
@@ -207,13 +208,19 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    # torch's compiler takes a second to import.
-    heavy = ("torch._dynamo",) if job.train.compile else ()
-    cluster = LocalCluster(job.cluster.orphan_grace, heavy)
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job))
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+def _heavy(job: Job) -> tuple[str, ...]:
+    """What takes seconds to import and this job needs: it is imported once, in the warm server."""
+    heavy = ["torch._dynamo"] if job.train.compile else []
+    if task.needs_transformers(job):
+        heavy.append("transformers.modeling_utils")
+    return tuple(heavy)
 
 
 def _notify(quiet: bool) -> Notify:
@@ -238,12 +245,15 @@ def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool 
 
         tensorboard.require()
     problems = task.check(job)
+    data = job.data
+    if job.task.startswith(task.HUGGING_FACE) and not problems:
+        data = huggingface.with_tokenizer(job, notify)
     try:
-        prepared = prepare(job.data, folder=Path(job.folder), notify=notify, training=training)
+        prepared = prepare(data, folder=Path(job.folder), notify=notify, training=training)
     except InputError as error:
         raise _together(problems, error) from None
     objective = job.train.objective.name if job.train.objective and targets else None
-    data = job.data if targets else job.data.model_copy(update={"target": None})
+    data = data if targets else data.model_copy(update={"target": None})
     ignored = job.train.objective.ignore_index if job.train.objective else -100
     problems += check_columns(prepared, data, objective, training=training, ignore_index=ignored)
     if problems:
