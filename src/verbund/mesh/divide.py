@@ -20,7 +20,7 @@ from verbund.mesh.pipeline import cut as cuts
 from verbund.mesh.pipeline import schedule
 from verbund.mesh.pipeline.run import Pipeline
 from verbund.mesh.pipeline.stages import Stages
-from verbund.mesh.pipeline.trace import run_on_meta, to_meta
+from verbund.mesh.pipeline.trace import on_meta, run_on_meta
 from verbund.mesh.shard import Shards
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.exchange import Axis
@@ -139,10 +139,10 @@ def _home(held: Held, mesh: Mesh) -> int:
 
 
 def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
-    """Calls a model with the inputs of an example, on the meta device."""
+    """Calls a model with the inputs of an example."""
     from verbund.mesh.replica import call
 
-    inputs = to_meta(task.inputs(columns))
+    inputs = task.inputs(columns)
     return lambda model: call(model, inputs)
 
 
@@ -180,7 +180,7 @@ def _logits(output: Any) -> Any:
 
 
 def _draws(model: nn.Module, randomness: SampleRandomness | None, call: Call) -> dict[tuple[str, int], torch.Size]:
-    tensors = {name: t.to("meta") for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = on_meta(model)
     if randomness is None:
         run_on_meta(model, tensors, call)
         return {}

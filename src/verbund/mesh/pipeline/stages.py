@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from verbund.errors import TaskError
-from verbund.mesh.pipeline.trace import to_meta
+from verbund.mesh.pipeline.trace import OnMeta, to_meta
 from verbund.randomness.override import Override
 
 
@@ -182,7 +181,7 @@ def _described(leaf: Any) -> Any:
     return leaf
 
 
-class _Regions(TorchFunctionMode):
+class _Regions(OnMeta):
     """Before the stage: what meets the meta device goes there. Within: what was received takes its place."""
 
     def __init__(self, stages: Stages) -> None:
@@ -192,27 +191,18 @@ class _Regions(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self.keep.clear()
+        for tensor in self._stages.received:
+            self.device = tensor.device
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def meeting(self, func: Callable[..., Any], tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         stages = self._stages
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not any(x.is_meta for x in tensors):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # shape, dtype, device, …: the device is where it would be
-            value = func(*args, **kwargs)
-            return self._place() if isinstance(value, torch.device) else value
         if stages.before:
-            if all(x.is_meta for x in tensors):
-                return func(*args, **kwargs)
-            return func(*to_meta(args), **to_meta(kwargs))
+            return super().meeting(func, tensors, args, kwargs)
         args, kwargs = stages.replaced(args), stages.replaced(kwargs)
         left = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
-        if left and name not in ("size", "dim", "numel", "stride", "is_floating_point", "requires_grad_"):
+        name = getattr(func, "__name__", "")
+        if left and name not in _WITHOUT_VALUES:
             shapes = ", ".join(str(list(x.shape)) for x in left)
             raise TaskError(
                 f"`{name}` uses a value {shapes} that an earlier pipeline stage computed and that is not handed from "
@@ -223,7 +213,5 @@ class _Regions(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def _place(self) -> torch.device:
-        for tensor in self._stages.received:
-            return tensor.device
-        return torch.device("cpu")
+
+_WITHOUT_VALUES = frozenset(("size", "dim", "numel", "stride", "is_floating_point", "requires_grad_"))

@@ -38,13 +38,13 @@ def trace(model: nn.Module, watched: Sequence[nn.Module], call: Callable[[nn.Mod
     Args:
         model: on any device; its values stay as they are.
         watched: whose calls are noted.
-        call: calls the model it is given, with inputs on the meta device.
+        call: calls the model it is given, with its inputs.
 
     Raises:
         InputError: if the forward pass needs values, which the meta device does not have.
     """
     found = Trace()
-    tensors = {name: tensor.to("meta") for name, tensor in _tensors(model).items()}
+    tensors = on_meta(model)
     names = {id(tensor): name for name, tensor in tensors.items()}
     with ExitStack() as stack:
         for index, module in enumerate(watched):
@@ -63,7 +63,8 @@ def run_on_meta(model: nn.Module, tensors: dict[str, Tensor], call: Callable[[nn
         InputError: if that is not possible on the meta device.
     """
     try:
-        return functional_call(_Called(model, call), {f"model.{name}": t for name, t in tensors.items()}, ())
+        with OnMeta():
+            return functional_call(_Called(model, call), {f"model.{name}": t for name, t in tensors.items()}, ())
     except (NotImplementedError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
@@ -79,8 +80,11 @@ def to_meta(value: Any) -> Any:
     return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, value)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """What stands in for a model's tensors: parameters without values, and copies of the buffers, as masks and tables
+    of positions may be read in Python."""
+    parameters = {name: parameter.detach().to("meta") for name, parameter in model.named_parameters()}
+    return {**parameters, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
 
 
 class _Called(nn.Module):
@@ -96,22 +100,41 @@ class _Called(nn.Module):
         return self._call(self.model)
 
 
-class _Uses(TorchFunctionMode):
-    """Notes which parameters functions of torch are called with, and keeps everything on the meta device."""
-
-    def __init__(self, names: dict[int, str], found: Trace) -> None:
-        super().__init__()
-        self._names = names
-        self._found = found
+class OnMeta(TorchFunctionMode):
+    """Brings tensors to the meta device that meet others there. What meets none has its values: masks, positions, and
+    whatever a model reads of its inputs."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(x.is_meta for x in tensors):
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":  # shape, dtype, device, …: the device is where it would be
+            value = func(*args, **kwargs)
+            return self.device if isinstance(value, torch.device) else value
+        return self.meeting(func, tensors, args, kwargs)
+
+    device = torch.device("cpu")
+
+    def meeting(self, func: Callable[..., Any], tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """A call with tensors on the meta device, and perhaps others."""
+        if all(x.is_meta for x in tensors):
+            return func(*args, **kwargs)
+        return func(*to_meta(args), **to_meta(kwargs))
+
+
+class _Uses(OnMeta):
+    """Notes which parameters functions of torch are called with."""
+
+    def __init__(self, names: dict[int, str], found: Trace) -> None:
+        super().__init__()
+        self._names = names
+        self._found = found
+
+    def meeting(self, func: Callable[..., Any], tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         for tensor in tensors:
             if (name := self._names.get(id(tensor))) is not None:
                 self._found.used.setdefault(name, set()).add(len(self._found.calls))
-        if any(x.is_meta for x in tensors) and not all(x.is_meta for x in tensors):
-            args, kwargs = to_meta(args), to_meta(kwargs)
-        return func(*args, **kwargs)
+        return super().meeting(func, tensors, args, kwargs)
