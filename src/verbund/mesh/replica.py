@@ -84,6 +84,8 @@ class Replica:
         else:
             self.randomness = WorkerRandomness(model, job.seed, mesh.batch_worker)
         keyed = self.randomness if isinstance(self.randomness, SampleRandomness) else None
+        # Inside of what gathers a block's parameters, which holds for the repetition too.
+        activation_checkpointing.apply(model, job.train.activation_checkpointing, self.randomness.context_fn)
         if mesh.divides_model:
             assert example is not None, "a mesh that divides the model needs an example"
             self._refuse(job)
@@ -92,6 +94,8 @@ class Replica:
         else:
             self.divided = whole(model)
         divided = self.divided
+        if divided.pipeline is not None:
+            divided.pipeline.stages.install()
         self.axis, self.shards, self.pipeline = divided.axis, divided.shards, divided.pipeline
         trained = divided.trained
         self.names = [held.name for held in trained]
@@ -110,7 +114,6 @@ class Replica:
             self._synchronised = batch_statistics.synchronise(
                 model, lambda tensor: groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
             )
-        activation_checkpointing.apply(model, job.train.activation_checkpointing, self.randomness.context_fn)
         self.buffers = batch_statistics.BufferDeltas(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
         self._sums = GradientSums(self.parameters, groups.data, extras=self.buffers.size, beyond=beyond)

@@ -262,7 +262,7 @@ class Shards:
         self._launched += 1
         if self._last or self.level > 1:
             unit.reduce()
-            if self.level == 3:
+            if self.level == 3 and id(unit) in self._places:
                 unit.free()
 
     def begin(self) -> None:

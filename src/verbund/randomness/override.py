@@ -30,6 +30,16 @@ class Override:
         """Puts this in the place of the module's forward."""
         self.module.forward = self
 
+    def install_within(self) -> None:
+        """Puts this in the place of the module's own forward, inside of what took its place before."""
+        outer = self.module.__dict__.get("forward")
+        if not isinstance(outer, Override):
+            self.install()
+            return
+        while isinstance(outer.inner, Override):
+            outer = outer.inner
+        self.inner, outer.inner = outer.inner, self
+
     def remove(self) -> None:
         """Puts the former forward back, unless another took this one's place in the meantime."""
         if self.module.__dict__.get("forward") is self:

@@ -114,7 +114,7 @@ class SampleRandomness:
         self._passes = 0
         self._pause = 1
         self._next_search = 0
-        self._shapes: dict[tuple[str, int], torch.Size] = {}
+        self._shapes: dict[tuple[str, int], torch.Size] | None = None
         self._cuts: dict[tuple[str, int], tuple[int, int, int, int]] = {}
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__:
@@ -141,10 +141,14 @@ class SampleRandomness:
 
     def probe(self, run: Callable[[], Any]) -> dict[tuple[str, int], torch.Size]:
         """Runs a training pass on the meta device; the shapes of what it draws, by module and n-th use there."""
-        self._shapes = {}
-        with self.active(0, torch.zeros(1, dtype=torch.int64)):
-            run()
-        return self._shapes
+        shapes: dict[tuple[str, int], torch.Size] = {}
+        self._shapes = shapes
+        try:
+            with self.active(0, torch.zeros(1, dtype=torch.int64)):
+                run()
+        finally:
+            self._shapes = None
+        return shapes
 
     def cut(self, draws: dict[tuple[str, int], tuple[int, int, int, int]]) -> None:
         """From now on some draws are shares of larger ones.
@@ -243,7 +247,7 @@ class SampleRandomness:
         if name is None:
             name = current.name
         use = current.next_use(name)
-        if device.type == "meta":
+        if self._shapes is not None:
             self._shapes[name, use] = torch.Size(shape)
             return fill(current.shared_key(name, use, device), _product(shape)).view(shape)
         if (cut := self._cuts.get((name, use))) is not None and shape[cut[0]] == cut[2]:

@@ -58,8 +58,12 @@ class Stages:
         self.received: list[Tensor] = []
         self.name = ""
         self._mode = _Regions(self)
-        for index, path in enumerate(paths):
-            _Gate(self, index, path, model.get_submodule(path)).install()
+        self._paths = list(paths)
+
+    def install(self) -> None:
+        """Puts a gate before every layer; whatever else takes the place of a layer's forward pass has done so."""
+        for index, path in enumerate(self._paths):
+            _Gate(self, index, path, self.model.get_submodule(path)).install()
 
     def run(self, stage: int, call: Callable[[], Any], received: list[Tensor] | None) -> Any:
         """Runs one stage.

@@ -66,6 +66,8 @@ def run_on_meta(model: nn.Module, tensors: dict[str, Tensor], call: Callable[[nn
         with OnMeta():
             return functional_call(_Called(model, call), {f"model.{name}": t for name, t in tensors.items()}, ())
     except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"the model's forward pass cannot be followed without values: {first}",

@@ -3,8 +3,6 @@ become this worker's share of the whole ones."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,7 +62,7 @@ class _Cutter:
             self._needs(entry, module, nn.Embedding)
             assert isinstance(module, nn.Embedding)
             table = self._parameter(entry, module, "weight", 0)
-            Embedding(module, self._axis, table, entry).install()
+            Embedding(module, self._axis, table, entry).install_within()
         else:
             self._needs(entry, module, nn.Linear)
             assert isinstance(module, nn.Linear)
@@ -73,12 +71,12 @@ class _Cutter:
                 if module.bias is not None:
                     self._parameter(entry, module, "bias", 0)
                 column = Column(module, self._shared, outputs, entry)
-                column.install()
+                column.install_within()
                 if entry.gather:
                     self.gathering.append(column)
             else:
                 self._parameter(entry, module, "weight", 1)
-                Row(module, self._axis, entry).install()
+                Row(module, self._axis, entry).install_within()
 
     def _needs(self, entry: Entry, module: nn.Module, kind: type[nn.Module]) -> None:
         if not isinstance(module, kind):
@@ -125,7 +123,7 @@ class _Cutter:
                 self._parameter(Entry(entry.path, "attention", 3, module.num_heads), module, "in_proj_bias", 0)
         out = Entry(f"{entry.path}.out_proj", "attention", 1, module.num_heads)
         made = self._parameter(out, module.out_proj, "weight", 1)
-        Attention(module, self._axis, made).install()
+        Attention(module, self._axis, made).install_within()
 
     def _divide(self, entry: Entry, module: nn.Module) -> None:
         for name in entry.attributes:
@@ -141,14 +139,14 @@ class _Shared:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._last: tuple[Tensor, bool, Tensor] | None = None
+        self.last: tuple[Tensor, bool, Tensor] | None = None
 
     def enter(self, x: Tensor, entry: Entry) -> Tensor:
-        last = self._last
+        last = self.last
         if last is not None and last[0] is x and last[1] == entry.scatter:
             return last[2]
         entered = self.axis.enter_sequence(x, entry.dim) if entry.scatter else self.axis.enter(x)
-        self._last = (x, entry.scatter, entered) if torch.is_grad_enabled() else None
+        self.last = (x, entry.scatter, entered) if torch.is_grad_enabled() else None
         return entered
 
 
@@ -166,6 +164,10 @@ class Column(Override):
         self.local = False
         self.last: Tensor | None = None
         """What it gave in a run on the meta device."""
+
+    def forget(self) -> None:
+        """Lets go of the tensor it was last called with."""
+        self._shared.last = None
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(self._shared.enter(x, self._entry))
@@ -248,8 +250,11 @@ def replace_parameters(model: nn.Module, shares: dict[int, nn.Parameter]) -> Non
                 module._parameters[name] = shares[id(parameter)]
 
 
-def forget(model: nn.Module) -> Any:
+def forget(model: nn.Module) -> None:
     """Nothing of a finished step is kept by the layers."""
     for module in model.modules():
-        if isinstance(forward := module.__dict__.get("forward"), Column):
-            forward._shared._last = None
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, Override):
+            if isinstance(forward, Column):
+                forward.forget()
+            forward = forward.inner
