@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,16 @@ def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> 
         return launch.train(make_job(task, changes, **more), tmp_path / f"run-{count}")
 
     return run
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """What `condition` gives as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not come")
 
 
 def losses(run: Run) -> list[float]:

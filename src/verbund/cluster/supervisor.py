@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
+from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
 from verbund.job import Cluster as Limits
@@ -161,7 +162,11 @@ class Supervisor:
             fields = message.fields
             self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
         else:
-            self._handle(watched.process, message)
+            try:
+                self._handle(watched.process, message)
+            except Exception as error:
+                described = describe(error)
+                self._fail(None, from_record(described["error"]), secondary=False, trace=described["trace"])
 
     def _exits(self, selector: selectors.BaseSelector) -> None:
         try:
@@ -225,7 +230,7 @@ class Supervisor:
             )
 
     def _fail(self, watched: _Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
-        name = watched.process.spec.name if watched else "cluster"
+        name = watched.process.spec.name if watched else "supervisor"
         self._failures.append(Failure(name, time.monotonic(), error, secondary, trace))
 
     def _ordered(self) -> list[Failure]:

@@ -20,7 +20,7 @@ from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
-from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
+from verbund.errors import InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
@@ -406,13 +406,13 @@ def _train(
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
-    results: list[dict[str, Any]] = [{}]
+    result: dict[str, Any] = {}
     try:
-        results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
-        if results[0].get("stopped_by") == "interrupt":
+        result = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))[0]
+        if result["stopped_by"] == "interrupt":
             status = "interrupted"
     except Failed as failed:
-        status, cause = "failed", _with_trace(failed)
+        cause = _with_trace(failed)
         for failure in failed.failures:
             journal.event(
                 "failure",
@@ -427,19 +427,37 @@ def _train(
             board.close()
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
+    if cause is None:
+        cause = _not_kept(run, commits, result["steps"], generation, job.world)
+    if cause is not None:
+        status = "failed"
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
-    _sum_up(run, job, status, cause, results[0], commits.warnings)
+    try:
+        _sum_up(run, job, status, cause, result, commits.warnings)
+        if cause is not None:
+            cause.run = run.path
+    except VerbundError as error:
+        cause = cause or error  # the first one
     if cause is not None:
-        cause.run = run.path
         raise cause
     if status == "interrupted":
         raise Interrupted(
-            f"interrupted after step {results[0].get('steps')}",
+            f"interrupted after step {result['steps']}",
             where=str(run.path),
             fix=f"`verbund resume {run.path}` continues",
         )
     return run
+
+
+def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int) -> VerbundError | None:
+    """Why what was trained is not whole on disk, if so: then the run has failed, whatever the workers say."""
+    try:
+        run.check_there(*(f"worker-{rank}-{generation}.jsonl" for rank in range(world)))
+        commits.check_saved(step)
+    except RunFailed as error:
+        return error
+    return None
 
 
 def _board(run: Run, job: Job) -> Any:
