@@ -62,7 +62,7 @@ def test_a_failed_save_that_a_later_one_makes_good(
     small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob
 ) -> None:
     full = small_disk / "full"
-    full.write_bytes(b"0" * 1_000_000)
+    full.write_bytes(b"0" * 1_400_000)
     task = (
         WIDE
         + f"""
