@@ -37,8 +37,11 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
     """
     folder = _partial(checkpoints, step)
     try:
-        checkpoints.mkdir(exist_ok=True)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            checkpoints.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _unwritten(folder, error) from None
     return folder
