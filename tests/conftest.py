@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,13 @@ def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Local
 
     monkeypatch.setattr(launch, "_cluster", cluster)
     return warm
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for a command's temporary files, with a short name: sockets lie in it."""
+    with TemporaryDirectory(prefix="v-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 MakeJob = Callable[..., Job]

@@ -222,9 +222,7 @@ def main() -> NoReturn:
         _fail(error, arguments)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _say("verbund: interrupted")
         sys.exit(130)
     except Exception as error:

@@ -5,66 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conftest import MLP, MakeJob
+from processes import MARKED, children, gone, pids, start_command, write_job
 from verbund.cluster.local import LocalCluster
 from verbund.errors import ClusterLost, RunFailed
 from verbund.run import Run
 from verbund.stage import launch
 
 RunJob = Callable[..., Run]
-
-# A task whose workers tell who they are and when, so that a test can strike one of them.
-MARKED = (
-    MLP
-    + """
-import os, pathlib, time
-HERE = pathlib.Path(__file__).parent
-SLOW = float(os.environ.get("SLOW", 0.01))
-
-def inputs(batch):
-    time.sleep(SLOW)
-    (HERE / f"pid-{os.getpid()}").touch()
-    return batch["x"]
-"""
-)
-
-
-def pids(folder: Path, count: int, seconds: float = 20.0) -> list[int]:
-    """The pids of workers that are alive and computing."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        living = [int(path.name[4:]) for path in folder.glob("pid-*") if alive(int(path.name[4:]))]
-        if len(living) >= count:
-            return sorted(living)
-        time.sleep(0.02)
-    raise AssertionError(f"{count} workers did not start")
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids_: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(alive(pid) for pid in pids_):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_an_exception_in_one_workers_loss(run_job: RunJob, tmp_path: Path) -> None:
@@ -157,22 +112,6 @@ def inputs(batch):
         run_job(task, {**changes, **limits}, **data)
 
 
-def start_command(job_folder: Path, *more: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "verbund", "train", "job.toml", "--run", "run", *more],
-        cwd=job_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
-
-
-def write_job(make_job: MakeJob, folder: Path, changes: dict[str, Any]) -> None:
-    job = make_job(MARKED, changes)
-    (folder / "job.toml").write_text(job.toml())
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_with_a_checkpoint(number: signal.Signals, make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {"strategy.mesh": {"data": 2}, "train.steps": 1_000_000})
@@ -189,17 +128,16 @@ def test_interrupted_with_a_checkpoint(number: signal.Signals, make_job: MakeJob
     assert gone(workers, 5)
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_supervisor_is_killed(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:
     changes = {"strategy.mesh": {"data": 2}, "train.steps": 1_000_000, "cluster.orphan_grace": 2.0}
     write_job(make_job, tmp_path, changes)
-    meetings = set(Path("/tmp").glob("verbund-*"))
-    command = start_command(tmp_path)
+    command = start_command(tmp_path, temporary=temporary)
     workers = pids(tmp_path, 2)
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    server = children(command.pid)
     command.kill()
     command.communicate()
-    assert gone([*workers, *map(int, children)], 6)
-    assert set(Path("/tmp").glob("verbund-*")) <= meetings
+    assert gone([*workers, *server], 6)
+    assert not list(temporary.iterdir())
 
 
 def test_the_warm_server_is_killed(make_job: MakeJob, tmp_path: Path) -> None:

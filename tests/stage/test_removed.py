@@ -42,8 +42,10 @@ def when_there(folder: Path, act: Callable[[], None]) -> threading.Thread:
 
     def run() -> None:
         wait_for((folder / "there").exists, "the fourth step")
-        act()
-        (folder / "go").touch()
+        try:
+            act()
+        finally:
+            (folder / "go").touch()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -70,7 +72,7 @@ def test_a_save_into_nothing_ends_the_run(run_job: RunJob, tmp_path: Path) -> No
 
 
 def test_checkpoints_that_were_removed_are_saved_again(run_job: RunJob, tmp_path: Path) -> None:
-    thread = when_there(tmp_path, lambda: shutil.rmtree(tmp_path / "run-1" / "checkpoints"))
+    thread = when_there(tmp_path, lambda: os.rename(tmp_path / "run-1" / "checkpoints", tmp_path / "elsewhere"))
     run = run_job(GATED, {"train.steps": 8, "checkpoint.every": 2})
     thread.join()
     assert (run.checkpoints / "step-00000008" / "manifest.json").is_file()

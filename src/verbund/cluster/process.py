@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from verbund.comm.wire import Connection
+from verbund.errors import ClusterLost
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class Cluster(Protocol):
 
     def kill(self, process: Process) -> None:
         """Ends a process that did not end by itself."""
+        ...
+
+    def abandon(self, processes: list[Process]) -> ClusterLost:
+        """Gives up the wait for these processes' exits, ends all that is left, and says who is missing."""
         ...
 
     def close(self) -> None:

@@ -54,14 +54,23 @@ class Worker:
         except WireError:
             self.stopping = True
 
+    def mention(self, kind: str, **fields: Any) -> None:
+        """Tells the supervisor something that may be left out while it stands still, so that the work need not."""
+        try:
+            if self._connection.roomy():
+                self._connection.send(kind, fields)
+        except WireError:
+            self.stopping = True
+
     def _listen(self) -> None:
         beat = float(self.settings.get("heartbeat", 2.0))
         while True:
             what, step, since = self._doing
             try:
-                self._connection.send(
-                    "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
-                )
+                if self._connection.roomy():
+                    self._connection.send(
+                        "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
+                    )
                 message = self._connection.receive(beat) if self._connection.ready(beat) else None
             except Deadline:
                 continue

@@ -20,7 +20,8 @@ from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
-from verbund.errors import InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
+from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
@@ -62,9 +63,10 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     with _cluster(job) as cluster:
         prepared = _prepared(job, _notify(quiet))
         facts = _dry_run(cluster, job, prepared)
-        run = Run.create(Path(directory) if directory else None, job)
-        with run.lock():
-            return _train(cluster, run, job, prepared, facts, None, quiet)
+        with Interrupts() as interrupts:
+            run = Run.create(Path(directory) if directory else None, job)
+            with run.lock():
+                return _train(cluster, run, job, prepared, facts, None, quiet, interrupts)
 
 
 def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
@@ -86,8 +88,9 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         source, warnings = _newest(run)
         prepared = _prepared(job, notify)
         facts = _dry_run(cluster, job, prepared)
-        run.rewrite_job(job)
-        return _train(cluster, run, job, prepared, facts, source, quiet, warnings)
+        with Interrupts() as interrupts:
+            run.rewrite_job(job)
+            return _train(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
 
 
 def validate(
@@ -269,8 +272,10 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
         (result,) = supervisor.run([spec])
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted while the job was checked: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted while the job was checked: nothing was written") from None
+    if supervisor.warnings:
+        raise ClusterLost(supervisor.warnings[0])  # no worker can be started any more
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
@@ -336,8 +341,8 @@ def _evaluate(
         results = supervisor.run(specs)
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted: nothing was written") from None
     return results
 
 
@@ -362,6 +367,7 @@ def _train(
     facts: Facts,
     source: Path | None,
     quiet: bool,
+    interrupts: Interrupts,
     warnings: list[str] | None = None,
 ) -> Run:
     generation = run.begin_attempt()
@@ -402,7 +408,7 @@ def _train(
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
     )
-    supervisor = Supervisor(cluster, job.cluster, handle)
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
@@ -422,6 +428,9 @@ def _train(
                 trace=failure.trace,
             )
     finally:
+        for warning in supervisor.warnings:
+            journal.event("note", text=warning)
+            progress.message(warning)
         progress.close()
         if board is not None:
             board.close()
@@ -434,7 +443,7 @@ def _train(
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
     try:
-        _sum_up(run, job, status, cause, result, commits.warnings)
+        _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
         if cause is not None:
             cause.run = run.path
     except VerbundError as error:
@@ -447,6 +456,8 @@ def _train(
             where=str(run.path),
             fix=f"`verbund resume {run.path}` continues",
         )
+    if interrupts.count:
+        raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
 
 

@@ -189,7 +189,7 @@ class _Training:
             self.journal.step(step, self.loss, weight, size, rate)
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
-                self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+                self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
                 self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self.journal.totals("links", links=self.links.sample())
