@@ -6,6 +6,7 @@ Imports next to nothing: the command installs the first of these before it impor
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -25,7 +26,8 @@ class Interrupts:
     Args:
         ending: raise `Interrupt` wherever the program is. A second one within a second of the first is the same wish,
             and does not disturb what the first one's way out cleans up.
-        deferring: deliver to the block around this one, when this one ends, what came in between.
+        deferring: deliver to the block around this one, when this one ends, what came in between; not on the way out of
+            an error, which ends the command anyway.
     """
 
     def __init__(self, *, ending: bool = False, deferring: bool = False) -> None:
@@ -45,7 +47,7 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, former in self._former.items():
             signal.signal(number, former)
-        if self._deferring and self.count:
+        if self._deferring and self.count and sys.exc_info()[1] is None:
             signal.raise_signal(self._last)
 
     def _came(self, number: int, _: FrameType | None) -> None:

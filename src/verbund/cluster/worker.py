@@ -99,7 +99,10 @@ def run(meeting: Meeting, spec: ProcessSpec) -> NoReturn:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        connection = dial(meeting, spec.role, spec.rank)
+        try:
+            connection = dial(meeting, spec.role, spec.rank)
+        except (OSError, WireError):
+            os._exit(status)  # the supervisor was killed in the meantime
         worker = Worker(meeting, spec, connection)
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
         status = _guarded(worker, spec)
