@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from conftest import MLP, MakeJob
-from processes import MARKED, children, gone, pids, start_command, write_job
+from processes import MARKED, children, gone, parent, pids, start_command, write_job
 from verbund.cluster.local import LocalCluster
-from verbund.errors import ClusterLost, RunFailed
+from verbund.errors import ClusterLost, RunFailed, TaskError
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -147,15 +147,84 @@ def test_the_warm_server_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
     def act() -> None:
         workers = pids(tmp_path, 2)
         struck.extend(workers)
-        status = Path(f"/proc/{workers[0]}/status").read_text()
-        os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+        os.kill(parent(workers[0]), signal.SIGKILL)
 
     thread = threading.Thread(target=act)
     thread.start()
-    with pytest.raises(ClusterLost, match="warm server"):
+    with pytest.raises(
+        ClusterLost, match=r"warm server .*, the parent of all workers, was killed by SIGKILL"
+    ) as caught:
         launch.train(job, tmp_path / "run")
     thread.join()
+    assert f"`verbund resume {tmp_path / 'run'}` continues" in str(caught.value)
     assert gone(struck, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("def inputs(batch):", "computing (step 2)"),
+        ("def metrics(output, targets):", "validating (step 2)"),
+    ],
+)
+def test_what_a_killed_worker_did(change: str, where: str, run_job: RunJob) -> None:
+    # Its signs of life come too seldom to tell.
+    task = (
+        MLP
+        + f"""
+import os, signal
+STEPS = []
+
+{change}
+    STEPS.append(0)
+    if len(STEPS) == 4 or "metrics" in globals():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch["x"]
+"""
+    )
+    changes = {"validate.every": 2, "data.validation_fraction": 0.2, "cluster.heartbeat": 100.0}
+    with pytest.raises(ClusterLost) as caught:
+        run_job(task, changes)
+    assert f"was killed by SIGKILL while {where}" in str(caught.value)
+
+
+def test_a_death_in_the_dry_run_leaves_nothing_to_resume(run_job: RunJob, tmp_path: Path) -> None:
+    with pytest.raises(ClusterLost, match=r"preflight 0 .* was killed by SIGKILL while checking the task") as caught:
+        run_job(MLP + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert "resume" not in str(caught.value)
+    assert not (tmp_path / "run-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("ValueError('begin ' + 'x' * 50_000_000 + ' end')", r"ValueError.*: begin x+ .*characters.* x+ end"),
+        ("Mute()", r"Mute.*: \(its text cannot be had: RuntimeError\)"),
+        ("ValueError('\\udc80')", r"ValueError"),
+    ],
+)
+@pytest.mark.parametrize("place", ["loss", "import"])
+def test_exceptions_of_strange_texts(raised: str, told: str, place: str, run_job: RunJob) -> None:
+    task = (
+        MLP
+        + f"""
+import torch
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+def loss(output, targets):
+    raise {raised}
+"""
+    )
+    if place == "import":
+        task += f"raise {raised}\n"
+    with pytest.raises((RunFailed, TaskError), match=told) as caught:
+        run_job(task)
+    assert len(str(caught.value)) < 12_000
+    assert "task.py" in str(caught.value)
+    assert caught.value.trace is None or "in loss" in caught.value.trace or place == "import"
 
 
 def test_the_shared_cluster_lives_on(run_job: RunJob, warm: LocalCluster) -> None:

@@ -217,7 +217,7 @@ class LocalCluster:
             self._groups.add(message.fields["pid"])
             self._forked.append((message.fields["role"], message.fields["rank"], message.fields["pid"]))
         elif message.kind == "exit":
-            self._ended.append(Exit(message.fields["pid"], message.fields["status"]))
+            self._ended.append(Exit(**message.fields))
 
 
 def _readable(listener: Listener, timeout: float) -> bool:

@@ -50,10 +50,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Exit:
-    """A process that ended: its exit status, negative for a signal's number."""
+    """A process that ended: its exit status, negative for a signal's number; what it did, and in which step."""
 
     pid: int
     status: int
+    doing: str = "starting"
+    step: int = 0
 
     def __str__(self) -> str:
         if self.status >= 0:

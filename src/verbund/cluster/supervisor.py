@@ -200,13 +200,11 @@ class Supervisor:
         return any(not failure.secondary for failure in self._failures)
 
     def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
-        fix = "`verbund resume` continues from the last checkpoint"
-        if ended.status == -9:
-            fix = f"The kernel kills what uses too much memory: `dmesg` tells. {fix}"
-        return ClusterLost(
-            f"{watched.process.spec.name} (pid {ended.pid}) {ended} while {watched.doing} (step {watched.step})",
-            fix=fix,
-        )
+        fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
+        return ClusterLost(f"{self._name(watched)} {ended} while {ended.doing} (step {ended.step})", fix=fix)
+
+    def _name(self, watched: _Watched) -> str:
+        return f"{watched.process.spec.name} (pid {watched.process.pid})"
 
     def _discount(self, passed: float) -> None:
         """Takes a standstill of this process itself (it was suspended, or saved for long) off the others' silence."""
@@ -254,12 +252,13 @@ class Supervisor:
         now = time.monotonic()
         living = [w for w in self._watched.values() if w.exit is None and w.result is None]
         for watched in living:
-            name = f"{watched.process.spec.name} (pid {watched.process.pid})"
             silent = now - watched.heard
             # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
             if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
-                what = f"{name} has given no sign of life for {silent:.0f} s; it was {watched.doing}"
-                self._fail(watched, ClusterLost(f"{what} (step {watched.step})"), secondary=False)
+                what = f"{self._name(watched)} has given no sign of life for {silent:.0f} s"
+                self._fail(
+                    watched, ClusterLost(f"{what}; it was {watched.doing} (step {watched.step})"), secondary=False
+                )
                 return
         late = [w for w in living if now - w.since > self._limits.step_deadline]
         if late:

@@ -17,8 +17,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from verbund.cluster import worker
+from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.parent import adopt_orphans, die_with_parent
 from verbund.comm.parent import children as living
@@ -47,7 +49,7 @@ def main() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    children: set[int] = set()
+    children: dict[int, LastWords] = {}
     try:
         _serve(connection, meeting, wake_read, children)
     except WireError:
@@ -55,14 +57,14 @@ def main() -> None:
     meeting.remove()
 
 
-def _serve(connection: Connection, meeting: Meeting, wake: int, children: set[int]) -> None:
+def _serve(connection: Connection, meeting: Meeting, wake: int, children: dict[int, LastWords]) -> None:
     """Forks on request and reports who ended, until the supervisor is gone."""
     while True:
         readable, _, _ = select.select([connection.fileno(), wake], [], [])
         if wake in readable:
             os.read(wake, 4096)
-            for pid, status in _reaped(children):
-                connection.send("exit", {"pid": pid, "status": status})
+            for ended in _reaped(children):
+                connection.send("exit", ended)
         if connection.fileno() in readable:
             message = connection.receive()
             if message.kind == "leave":
@@ -70,6 +72,7 @@ def _serve(connection: Connection, meeting: Meeting, wake: int, children: set[in
                 return
             spec = ProcessSpec(**message.fields)
             server = os.getpid()
+            last_words = LastWords()
             pid = os.fork()
             if pid == 0:
                 die_with_parent(server)
@@ -77,14 +80,14 @@ def _serve(connection: Connection, meeting: Meeting, wake: int, children: set[in
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 connection.close()
-                worker.run(meeting, spec)
-            children.add(pid)
+                worker.run(meeting, spec, last_words)
+            children[pid] = last_words
             connection.send("forked", {"pid": pid, "role": spec.role, "rank": spec.rank})
 
 
-def _reaped(children: set[int]) -> list[tuple[int, int]]:
+def _reaped(children: dict[int, LastWords]) -> list[dict[str, Any]]:
     """Who of the children has ended, and how; adopted ones are only laid to rest."""
-    ended: list[tuple[int, int]] = []
+    ended: list[dict[str, Any]] = []
     while True:
         try:
             pid, raw = os.waitpid(-1, os.WNOHANG)
@@ -92,12 +95,13 @@ def _reaped(children: set[int]) -> list[tuple[int, int]]:
             return ended
         if pid == 0:
             return ended
-        if pid in children:
-            children.discard(pid)
-            ended.append((pid, os.waitstatus_to_exitcode(raw)))
+        if (last_words := children.pop(pid, None)) is not None:
+            doing, step = last_words.read()
+            last_words.close()
+            ended.append({"pid": pid, "status": os.waitstatus_to_exitcode(raw), "doing": doing, "step": step})
 
 
-def _end(children: set[int], grace: float) -> None:
+def _end(children: dict[int, LastWords], grace: float) -> None:
     """Waits for the children to end by themselves, then kills them, and then whatever they left behind."""
     deadline = time.monotonic() + grace
     while children and time.monotonic() < deadline:

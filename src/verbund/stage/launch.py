@@ -419,6 +419,9 @@ def _train(
             status = "interrupted"
     except Failed as failed:
         cause = _with_trace(failed)
+        if isinstance(cause, ClusterLost):
+            go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
+            cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
         for failure in failed.failures:
             journal.event(
                 "failure",
