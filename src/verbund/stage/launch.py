@@ -27,6 +27,7 @@ from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
 from verbund.observe.progress import Progress
 from verbund.run import Run
+from verbund.stage import continuing
 from verbund.stage.commits import Commits
 
 Notify = Callable[[str], None]
@@ -76,18 +77,33 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         directory: the run.
         changes: dotted keys of the job to new values, e.g. `{"train.epochs": 10}`.
         quiet: no progress on standard error.
+
+    Returns:
+        the run; as it was if all that the job asks for is done.
     """
     run = Run.open(Path(directory))
     job = run.job
     if changes:
         job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
     notify = _notify(quiet)
-    with run.lock(), _cluster(job) as cluster:
-        for warning in run.changed_files():
-            notify(warning)
+    with run.lock():
         source, warnings = _newest(run)
+        state = continuing.state_of(source)
+        if done := continuing.nothing_left(run, job, state, job.train.steps):
+            notify(done)
+            return run
+        return _resume(run, job, source, state, [*run.changed_files(), *warnings], quiet)
+
+
+def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
+    notify = _notify(quiet)
+    with _cluster(job) as cluster:
         prepared = _prepared(job, notify)
+        warnings += continuing.changes(run, job, state, prepared)
         facts = _dry_run(cluster, job, prepared)
+        if done := continuing.nothing_left(run, job, state, facts.total_steps):
+            notify(done)
+            return run
         with Interrupts() as interrupts:
             run.rewrite_job(job)
             return _train(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
@@ -407,6 +423,7 @@ def _train(
         run=str(run.path.resolve()),
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
+        data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
     start = time.monotonic()

@@ -256,6 +256,8 @@ class _Training:
                 "samples": self.samples,
                 "tickets": {"low_water": self.step, "outstanding": []},
                 "seed": self.job.seed,
+                "global_batch": self.job.train.global_batch,
+                "data": self.worker.settings["data"],
                 "best": self.best,
                 "best_step": self.best_step,
                 "patient": self._patient,
@@ -276,7 +278,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self.rank == 0:
+        if self.rank == 0 and not math.isnan(self.loss):  # of a run without a step of its own
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
 
 
