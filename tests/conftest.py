@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,13 @@ def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch, request:
     return warm
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for a command's temporary files, with a short name: sockets lie in it."""
+    with TemporaryDirectory(prefix="v-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 MakeJob = Callable[..., Job]
 
 
@@ -91,6 +100,16 @@ def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> 
         return launch.train(make_job(task, changes, **more), tmp_path / f"run-{count}")
 
     return run
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """What `condition` gives as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not come")
 
 
 def losses(run: Run) -> list[float]:

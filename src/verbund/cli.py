@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from verbund.errors import InputError, VerbundError
+from verbund.interrupts import Interrupts
 from verbund.job import Job, parse_changes, parse_strategy
 
 app = typer.Typer(
@@ -219,12 +220,11 @@ def main() -> NoReturn:
     try:
         app(arguments, standalone_mode=False)
     except VerbundError as error:
-        _fail(error, arguments)
+        with Interrupts():
+            _fail(error, arguments)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _say("verbund: interrupted")
         sys.exit(130)
     except Exception as error:

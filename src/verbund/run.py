@@ -219,6 +219,23 @@ class Run:
         finally:
             os.close(descriptor)
 
+    def check_there(self, *journals: str) -> None:
+        """Checks that the directory was not taken away while the run was trained.
+
+        Args:
+            journals: names of files that must be in `journal/`.
+
+        Raises:
+            RunFailed: naming what is gone.
+        """
+        for path in (self.path, self.path / "job.toml", self.journal, *(self.journal / name for name in journals)):
+            if not path.exists():
+                raise RunFailed(
+                    "was removed or renamed while the run was trained",
+                    where=str(path),
+                    fix="Leave a run's directory as it is until the run has ended",
+                )
+
     def headline(self) -> list[str]:
         """The result in a few lines, for a terminal."""
         summary = self.summary

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import Problem, TaskError, nearest
+from verbund.errors import Problem, TaskError, nearest, text_of
 from verbund.job import Job
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _execute(path: Path) -> ModuleType:
     except Exception as error:
         line = _line_in(error, path)
         raise TaskError(
-            f"{type(error).__name__} while it was imported: {error}",
+            f"{type(error).__name__} while it was imported: {text_of(error)}",
             where=f"{path}{f', line {line}' if line else ''}",
         ) from error
     return module

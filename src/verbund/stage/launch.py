@@ -20,13 +20,15 @@ from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
-from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interop import huggingface
+from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
 from verbund.observe.progress import Progress
 from verbund.run import Run
+from verbund.stage import continuing
 from verbund.stage.commits import Commits
 
 Notify = Callable[[str], None]
@@ -65,9 +67,10 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     with _cluster(job) as cluster:
         prepared = _prepared(job, _notify(quiet))
         facts = _dry_run(cluster, job, prepared)
-        run = Run.create(Path(directory) if directory else None, job)
-        with run.lock():
-            return _train(cluster, run, job, prepared, facts, None, quiet)
+        with Interrupts() as interrupts:
+            run = Run.create(Path(directory) if directory else None, job)
+            with run.lock():
+                return _train(cluster, run, job, prepared, facts, None, quiet, interrupts)
 
 
 def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
@@ -77,20 +80,36 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         directory: the run.
         changes: dotted keys of the job to new values, e.g. `{"train.epochs": 10}`.
         quiet: no progress on standard error.
+
+    Returns:
+        the run; as it was if all that the job asks for is done.
     """
     run = Run.open(Path(directory))
     job = run.job
     if changes:
         job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
     notify = _notify(quiet)
-    with run.lock(), _cluster(job) as cluster:
-        for warning in run.changed_files():
-            notify(warning)
+    with run.lock():
         source, warnings = _newest(run)
+        state = continuing.state_of(source)
+        if done := continuing.nothing_left(run, job, state, job.train.steps):
+            notify(done)
+            return run
+        return _resume(run, job, source, state, [*run.changed_files(), *warnings], quiet)
+
+
+def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
+    notify = _notify(quiet)
+    with _cluster(job) as cluster:
         prepared = _prepared(job, notify)
+        warnings += continuing.changes(run, job, state, prepared)
         facts = _dry_run(cluster, job, prepared)
-        run.rewrite_job(job)
-        return _train(cluster, run, job, prepared, facts, source, quiet, warnings)
+        if done := continuing.nothing_left(run, job, state, facts.total_steps):
+            notify(done)
+            return run
+        with Interrupts() as interrupts:
+            run.rewrite_job(job)
+            return _train(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
 
 
 def validate(
@@ -284,8 +303,10 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
         (result,) = supervisor.run([spec])
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted while the job was checked: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted while the job was checked: nothing was written") from None
+    if supervisor.warnings:
+        raise ClusterLost(supervisor.warnings[0])  # no worker can be started any more
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
@@ -355,8 +376,8 @@ def _supervised(cluster: LocalCluster, job: Job, specs: list[ProcessSpec]) -> li
         results = supervisor.run(specs)
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted: nothing was written") from None
     return results
 
 
@@ -381,6 +402,7 @@ def _train(
     facts: Facts,
     source: Path | None,
     quiet: bool,
+    interrupts: Interrupts,
     warnings: list[str] | None = None,
 ) -> Run:
     generation = run.begin_attempt()
@@ -421,18 +443,22 @@ def _train(
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
         costs=facts.costs,
+        data=continuing.data_of(prepared),
     )
-    supervisor = Supervisor(cluster, job.cluster, handle)
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
-    results: list[dict[str, Any]] = [{}]
+    result: dict[str, Any] = {}
     try:
-        results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
-        if results[0].get("stopped_by") == "interrupt":
+        result = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))[0]
+        if result["stopped_by"] == "interrupt":
             status = "interrupted"
     except Failed as failed:
-        status, cause = "failed", _with_trace(failed)
+        cause = _with_trace(failed)
+        if isinstance(cause, ClusterLost):
+            go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
+            cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
         for failure in failed.failures:
             journal.event(
                 "failure",
@@ -442,24 +468,47 @@ def _train(
                 trace=failure.trace,
             )
     finally:
+        for warning in supervisor.warnings:
+            journal.event("note", text=warning)
+            progress.message(warning)
         progress.close()
         if board is not None:
             board.close()
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
+    if cause is None:
+        cause = _not_kept(run, commits, result["steps"], generation, job.world)
+    if cause is not None:
+        status = "failed"
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
-    _sum_up(run, job, status, cause, results[0], commits.warnings)
+    try:
+        _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
+        if cause is not None:
+            cause.run = run.path
+    except VerbundError as error:
+        cause = cause or error  # the first one
     if cause is not None:
-        cause.run = run.path
         raise cause
     if status == "interrupted":
         raise Interrupted(
-            f"interrupted after step {results[0].get('steps')}",
+            f"interrupted after step {result['steps']}",
             where=str(run.path),
             fix=f"`verbund resume {run.path}` continues",
         )
+    if interrupts.count:
+        raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
+
+
+def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int) -> VerbundError | None:
+    """Why what was trained is not whole on disk, if so: then the run has failed, whatever the workers say."""
+    try:
+        run.check_there(*(f"worker-{rank}-{generation}.jsonl" for rank in range(world)))
+        commits.check_saved(step)
+    except RunFailed as error:
+        return error
+    return None
 
 
 def _board(run: Run, job: Job) -> Any:

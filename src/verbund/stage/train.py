@@ -179,7 +179,7 @@ class _Training:
             self.journal.step(step, self.loss, weight, size, rate)
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
-                self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+                self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
                 self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self.journal.totals("links", links=self.links.sample())
@@ -246,6 +246,8 @@ class _Training:
                 "samples": self.samples,
                 "tickets": {"low_water": self.step, "outstanding": []},
                 "seed": self.job.seed,
+                "global_batch": self.job.train.global_batch,
+                "data": self.worker.settings["data"],
                 "best": self.best,
                 "best_step": self.best_step,
                 "patient": self._patient,
@@ -266,7 +268,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self.rank == 0:
+        if self.rank == 0 and not math.isnan(self.loss):  # of a run without a step of its own
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
 
 
