@@ -15,9 +15,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,29 @@ def check(job: Job) -> list[Problem]:
     except (OSError, ValueError) as error:
         return [Problem(str(path), f"cannot be read: {error}")]
     return []
+
+
+def functions(job: Job) -> frozenset[str]:
+    """Which of `FUNCTIONS` the task file has, read off its text without running it; all where it imports `*`."""
+    try:
+        tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    names = set(_bound(tree))
+    return frozenset(FUNCTIONS) if "*" in names else frozenset(name for name in FUNCTIONS if name in names)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that running a module binds; what its functions and classes bind inside is not among them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name
+        elif not isinstance(child, (ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _bound(child)
 
 
 def load(job: Job) -> Task:

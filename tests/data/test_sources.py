@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbund.data import lines
+from verbund.data.check import Wanted, check_columns
 from verbund.data.manifest import Manifest, block_of, vocabulary
-from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.data.prepare import Prepared, prepare
 from verbund.data.samples import ColumnFiles
 from verbund.errors import DataError
 from verbund.job import Data
@@ -119,14 +120,14 @@ def test_columns_of_no_fixed_shape_are_refused_only_when_used(tmp_path: Path) ->
     )
     data = Data(train=name, cache="cache", input="y", target="y")
     prepared = prepare(data, folder=tmp_path)
-    assert check_columns(prepared, data, None) == []
+    assert check_columns(prepared, data, Wanted()) == []
     for column, reason in {
         "ragged": "different lengths (1 to 2)",
         "nested": "nested",
         "raw": "type binary",
         "nothing": "no values",
     }.items():
-        (problem,) = check_columns(prepared, data.model_copy(update={"input": column}), None)
+        (problem,) = check_columns(prepared, data.model_copy(update={"input": column}), Wanted())
         assert problem.where == "data.input"
         assert column in problem.what
         assert reason in problem.what

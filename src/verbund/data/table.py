@@ -95,7 +95,8 @@ def convert_table(
                         writers[column] = ColumnWriter(folder, place, column, *known)
                     writers[column].write(chunk)
                 except Unsupported as reason:
-                    unsupported[column] = str(reason)
+                    place = f" ({table.files[file]}, row {counts[file] + reason.row})" if reason.row is not None else ""
+                    unsupported[column] = f"{reason}{place}"
                     if column in writers:
                         writers.pop(column).drop()
             rows += count

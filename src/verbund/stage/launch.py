@@ -19,7 +19,8 @@ from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
-from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.data.check import Wanted, check_columns
+from verbund.data.prepare import Prepared, prepare
 from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
@@ -240,10 +241,8 @@ def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool 
         prepared = prepare(job.data, folder=Path(job.folder), notify=notify, training=training)
     except InputError as error:
         raise _together(problems, error) from None
-    objective = job.train.objective.name if job.train.objective and targets else None
     data = job.data if targets else job.data.model_copy(update={"target": None})
-    ignored = job.train.objective.ignore_index if job.train.objective else -100
-    problems += check_columns(prepared, data, objective, training=training, ignore_index=ignored)
+    problems += check_columns(prepared, data, Wanted.of(job, task.functions(job)), training=training)
     if problems:
         raise JobError(problems)
     return prepared
