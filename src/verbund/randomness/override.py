@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 
-class Override:
+class Override(ABC):
     """Called instead of the module's own `forward`; the module's class, names and state stay as they are.
 
     A plain function would still belong to the original module after a deep copy of it, and run with the original's
@@ -23,8 +24,9 @@ class Override:
         self.module = module
         self.inner: Callable[..., Any] = module.forward
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """What the module computes instead."""
 
     def install(self) -> None:
         """Puts this in the place of the module's forward."""

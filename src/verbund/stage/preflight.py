@@ -1,26 +1,22 @@
-"""The dry run: one micro-batch forward and backward and one optimiser step, before any worker starts."""
+"""The check of a job in a process that has torch: its settings, a dry run, and the memory that it takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
-from verbund.comm.collectives import Group
-from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
-from verbund.stage.island import augmentation
+from verbund.stage.dry_run import DryRun
 from verbund.stage.validate import wanted
 
 
@@ -50,7 +46,9 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     before = peak_bytes()
-    replica, notes = _dry_step(job, task, train_set, order)
+    dry = DryRun(job, task, prepared, train_set, order, total)
+    replica = dry.replica
+    notes = [*_notes(job, replica, order), *dry.work(validation_set)]
     tensors = [*replica.model.parameters(), *replica.model.buffers()]
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
@@ -73,22 +71,6 @@ def total_steps(job: Job, order: Order) -> int | None:
     """The optimiser steps of the whole training, as far as epochs and steps bound it."""
     ends = [job.train.steps, job.train.epochs * order.tickets_per_epoch if job.train.epochs else None]
     return min((end for end in ends if end is not None), default=None)
-
-
-def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:
-    place = device.choose(0, job.world)
-    replica = Replica(task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
-    notes = _notes(job, replica, order)
-    size = order.size(0)
-    low, high = next(part for rank in range(job.world) for part in replica.division.micro_batches(size, rank))
-    ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
-
-    loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
-    try:
-        replica.dry_step(next(iter(loader)), size)
-    finally:
-        loader.close()
-    return replica, notes
 
 
 def _notes(job: Job, replica: Replica, order: Order) -> list[str]:

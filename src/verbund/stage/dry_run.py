@@ -1,0 +1,313 @@
+"""What the dry run computes: a step of training and a batch of validation, alone, so that what breaks breaks here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import verbund
+from verbund import metrics, objectives
+from verbund.cluster.worker import describe
+from verbund.comm.collectives import Group
+from verbund.data.check import Wanted, too_many_classes
+from verbund.data.loader import Batch, Item, Loader, Transform
+from verbund.data.order import Order
+from verbund.data.prepare import Prepared
+from verbund.data.samples import Samples
+from verbund.errors import InputError, JobError, RunFailed, TaskError, VerbundError
+from verbund.job import Job
+from verbund.mesh import device
+from verbund.mesh.axes import Mesh
+from verbund.mesh.replica import Replica, call
+from verbund.stage.island import augmentation
+from verbund.stage.layers import Layers
+from verbund.stage.validate import wanted
+from verbund.sums import Sums
+from verbund.task import Task
+
+_OWN = str(Path(verbund.__file__).parent)
+# Samples of the global batch that are enough to see whether a buffer depends on how they are divided.
+_PROBED = 8
+T = TypeVar("T")
+
+
+@dataclass
+class _Seen:
+    """What the loss was called with last."""
+
+    shape: list[int] = field(default_factory=list)
+
+
+class DryRun:
+    """A replica of its own that takes one step.
+
+    Args:
+        job: the job.
+        task: the user's functions.
+        prepared: the data that `train_set` was opened from, for what its statistics tell.
+        train_set: what would be trained on.
+        order: of the samples.
+        total_steps: as far as they are bounded.
+    """
+
+    def __init__(
+        self, job: Job, task: Task, prepared: Prepared, train_set: Samples, order: Order, total_steps: int | None
+    ) -> None:
+        self._seen = _Seen()
+        self._job, self._task, self._prepared = job, _watched(task, self._seen), prepared
+        self._train_set, self._order = train_set, order
+        place = device.choose(0, job.world)
+        self.replica = Replica(self._task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
+        self._layers = Layers(self.replica.model)
+        last = order.tickets_per_epoch - 1
+        reached = total_steps is None or total_steps > last
+        self._sizes = sorted({order.size(0), *([order.size(last)] if reached else [])}, reverse=True)
+
+    def work(self, validation_set: Samples | None) -> list[str]:
+        """Takes a step and evaluates a batch.
+
+        Returns:
+            notes for the user.
+
+        Raises:
+            InputError: naming what would fail in the training.
+        """
+        self._check_groups()
+        low, high = self._first_pass()
+        batch = self._batch(low, high)
+        before = _versions(self.replica)
+        self._attempt(lambda: self.replica.dry_step(batch, self._order.size(0)))
+        changed = [name for name, version in _versions(self.replica).items() if before.get(name) != version]
+        self.replica.buffers.add(len(batch.ids))
+        self._check_single_samples()
+        notes = self._check_buffers(changed)
+        if validation_set is not None:
+            self._attempt(lambda: self._evaluate(validation_set))
+        return notes
+
+    def _first_pass(self) -> tuple[int, int]:
+        """The samples of global batch 0 that the first worker's first forward pass has."""
+        size, division = self._order.size(0), self.replica.division
+        low, high = next(part for rank in range(self._job.world) for part in division.micro_batches(size, rank))
+        if self._whole_batch:
+            # One worker's single sample has no variance, but it is never alone.
+            high = min(max(high, low + 2), size)
+        return low, high
+
+    @property
+    def _whole_batch(self) -> bool:
+        return self.replica.statistics and self._job.train.batch_norm == "global"
+
+    def _batch(self, low: int, high: int) -> Batch:
+        ids = np.ascontiguousarray(self._train_set.ids(self._order.positions(0))[low:high])
+        return _read(self._train_set, Item(0, ids), augmentation(self._job, self._task))
+
+    def _attempt(self, action: Callable[[], T]) -> T:
+        """Does it; what it raises is told with the layer that it happened in, or with the data that explain it."""
+        try:
+            if self._job.train.compile:  # hooks would be compiled along
+                result = action()
+            else:
+                with self._layers.followed():
+                    result = action()
+        except Exception as error:
+            self._check_classes()
+            raise self._explained(error) from error
+        self._check_classes()
+        return result
+
+    def _explained(self, error: Exception) -> VerbundError:
+        cause = error.__cause__ if isinstance(error, RunFailed) and isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, VerbundError):
+            return cause
+        record = describe(cause)["error"]
+        if isinstance(cause, MemoryError) or record["fix"]:
+            return RunFailed(record["what"], where=record["where"], fix=record["fix"])
+        what, where, fix = record["what"], record["where"] or "", None
+        if "site-packages" in where or where.startswith(_OWN):
+            where = "model()"
+        if (failed := self._layers.failed()) is not None:
+            described, fix = failed
+            what = f"{what}; {described}"
+        return TaskError(what, where=where, fix=fix)
+
+    def _check_classes(self) -> None:
+        shape, objective = self._seen.shape, self._job.train.objective
+        if len(shape) < 2 or objective is None:
+            return
+        outputs = shape[-1] if objective.name == "next_token" else shape[1]
+        layer = self._layers.maker(shape)
+        does = Wanted.of(self._job, self._task.own)
+        if problems := too_many_classes(self._prepared, self._job.data, does, outputs, layer):
+            raise JobError(problems)
+
+    # -- samples that are computed together ----------------------------------------------------------------------
+
+    def _check_groups(self) -> None:
+        if self._job.train.group > 1 or self._whole_batch:
+            return
+        if self.replica.statistics or self._task.couples:
+            what = "batch statistics over groups of 1 sample say nothing"
+            if self._task.couples:
+                what = "`couples` says that samples interact, but groups of 1 sample have no other"
+            raise InputError(what, where="train.group", fix="Give at least 2")
+
+    def _check_single_samples(self) -> None:
+        """Whether the model can take the group of one sample that is left over in some global batch, if there is."""
+        if not self.replica.statistics:
+            return
+        group = self._job.train.group
+        size = next((size for size in self._sizes if size == 1 or (not self._whole_batch and size % group == 1)), None)
+        if size is None:
+            return
+        try:
+            self._train_forward(self._batch(0, 1))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+        except TaskError as error:
+            if error.where != "train.batch_norm":
+                raise
+        else:
+            return
+        last = (
+            "the last global batch of an epoch" if size == self._order.size(self._order.tickets_per_epoch - 1) else ""
+        )
+        who = f"{last or 'a global batch'} has {size} sample{'s' if size > 1 else ''}"
+        if size > 1:
+            who += f", of which groups of {group} leave 1 alone"
+        fix = f"Change `train.global_batch`; there are {len(self._train_set)} samples in an epoch"
+        if (better := self._better_group()) is not None:
+            fix = f"Set `train.group` to {better}, or change `train.global_batch`"
+        raise InputError(
+            f"{who}: batch statistics of one sample have no variance",
+            where="train.global_batch" if size == 1 else "train.group",
+            fix=fix,
+        )
+
+    def _better_group(self) -> int | None:
+        group = self._job.train.group
+        candidates = sorted(range(2, 2 * group + 2), key=lambda g: abs(g - group))
+        return next((g for g in candidates if all(size % g != 1 for size in self._sizes)), None)
+
+    def _train_forward(self, batch: Batch) -> None:
+        columns = {name: value.to(self.replica.device) for name, value in batch.columns.items()}
+        self.replica.model.train()
+        with torch.no_grad(), self.replica.randomness.active(0, torch.from_numpy(batch.ids)):
+            call(self.replica.model, self._task.inputs(columns))
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+
+    def _check_buffers(self, changed: list[str]) -> list[str]:
+        """Whether what a forward pass does to the buffers that it changes depends on how samples are divided.
+
+        The same samples in one pass and in two must give the same. Units of samples that are always computed together
+        cannot be divided, and with statistics over the global batch a pass alone is not what it is in company.
+        """
+        model = self.replica.model
+        size = min(self._order.size(0), _PROBED)
+        if not changed or self.replica.division.unit > 1 or self._whole_batch or size < 2:
+            return []
+        if self._job.train.randomness != "sample":
+            return []
+        start = _copies(self.replica, changed)
+        results = []
+        for cuts in ([0, size], [0, -(-size // 2), size]):
+            self.replica.buffers.begin(first=True)
+            for low, high in pairwise(cuts):
+                try:
+                    self._train_forward(self._batch(low, high))
+                except TaskError as error:
+                    if error.where == "train.randomness":
+                        return []  # it draws in a way that does not go with so few samples
+                    raise
+                self.replica.buffers.add(high - low)
+            self.replica.buffers.apply(self.replica.buffers.flat(), size)
+            results.append(_copies(self.replica, changed))
+            for name, tensor in model.named_buffers():
+                if name in start and tensor.shape == start[name].shape:
+                    tensor.copy_(start[name])
+        different = [name for name in start if _differ(start[name], *(result.get(name) for result in results))]
+        if not different:
+            return []
+        kept = set(model.state_dict())
+        what = (
+            f"the buffer `{different[0]}` changes in training by an amount that depends on how a batch is divided"
+            if different[0] in kept
+            else f"the buffer `{different[0]}` keeps something of the samples of a forward pass, but is no part of the "
+            "model's state"
+        )
+        fix = (
+            "Change it by a mean over the samples, as BatchNorm does, or write `couples = True` in the task file: then "
+            "it always sees `train.group` samples at a time"
+        )
+        if self._job.world > 1 or self._job.train.micro_batch:
+            raise TaskError(what, where="model()", fix=fix)
+        return [f"{what[0].upper()}{what[1:]}: more workers will give other numbers. {fix}"]
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, samples: Samples) -> None:
+        """The first evaluation batch, and what is made of it."""
+        job, replica = self._job, self.replica
+        ids = samples.ids(np.arange(min(job.validate_.batch, len(samples))))
+        batch = _read(samples, Item(0, ids, training=False), None)
+        replica.model.eval()
+        output, targets, sums = replica.evaluate(batch)
+        own = self._task.metrics(output, targets) if self._task.metrics else None
+        evaluator = metrics.Evaluator(wanted(job), job.train.objective)
+        evaluator.add(0, output, targets, sums, ids, own)
+        values = evaluator.merge([evaluator.state()], batches=1, samples=len(ids))
+        for key, end in (("target", job.train.target), ("patience", job.train.patience)):
+            if end is not None and not isinstance(values.get(end.metric), (int, float)):
+                known = ", ".join(name for name, value in values.items() if isinstance(value, (int, float)))
+                raise InputError(
+                    f"`{end.metric}` is no metric of this job", where=f"train.{key}", fix=f"There are: {known}"
+                )
+
+
+def _watched(task: Task, seen: _Seen) -> Task:
+    """The same task; `seen` learns what its loss is called with."""
+
+    def loss(output: Any, targets: Any) -> Sums:
+        try:
+            seen.shape = list(objectives.logits(output).shape)
+        except TaskError:
+            seen.shape = []
+        return task.loss(output, targets)
+
+    return replace(task, loss=loss)
+
+
+def _read(samples: Samples, item: Item, transform: Transform | None) -> Batch:
+    loader = Loader(samples, iter([item]), transform=transform)
+    try:
+        return next(iter(loader))
+    finally:
+        loader.close()
+
+
+def _versions(replica: Replica) -> dict[str, tuple[int, int]]:
+    return {name: (id(tensor), tensor._version) for name, tensor in replica.model.named_buffers()}
+
+
+def _copies(replica: Replica, names: list[str]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in replica.model.named_buffers() if name in names}
+
+
+def _differ(start: Tensor, one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two ends differ by more than the order of sums explains. One of another shape is a cache."""
+    if one is None or other is None or not start.shape == one.shape == other.shape or not start.numel():
+        return False
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    start, one, other = start.double(), one.double(), other.double()
+    change = float((one - start).abs().max())
+    return float((one - other).abs().max()) > 1e-3 * change + 1e-5 * float(one.abs().max())
