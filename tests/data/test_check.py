@@ -162,6 +162,13 @@ def test_a_word_in_the_numbers_of_a_validation_set(tmp_path: Path) -> None:
     assert "v.csv, row 2" in problem
 
 
+def test_a_word_in_the_fractions_of_a_validation_set(tmp_path: Path) -> None:
+    train = csv(tmp_path, "t.csv", "x,y\n1.5,0\n2.5,1\n")
+    validation = csv(tmp_path, "v.csv", "x,y\n1,0\n1.5,0\nabc,1\n")
+    with pytest.raises(DataError, match=r"v.csv, row 2: `x` holds numbers, but here an invalid value 'abc'"):
+        problems(tmp_path, "cross_entropy", train=train, validation=validation)
+
+
 def test_rows_without_values(tmp_path: Path) -> None:
     write(tmp_path, x=np.zeros((4, 0)))
     (problem,) = problems(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -573,3 +574,21 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     prepare(Data(train=parquet(tmp_path, a=[1, 2]), cache="cache"), folder=tmp_path, notify=told.append)
     assert any("2 rows" in line for line in told)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "circle", "nowhere", "nothing"])
+def test_sources_that_cannot_be_read(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "d.csv"
+    expected = {
+        "pipe": "is a pipe, which can be read only once",
+        "device": "is a device",
+        "circle": "is a link in a circle",
+        "nowhere": "is a link to gone.csv, which is not there",
+        "nothing": "data.train: names no source",
+    }[kind]
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind != "nothing":
+        place.symlink_to({"device": "/dev/zero", "circle": "d.csv", "nowhere": "gone.csv"}[kind])
+    with pytest.raises(DataError, match=expected):
+        store(tmp_path, "" if kind == "nothing" else "d.csv")

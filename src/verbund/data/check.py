@@ -47,22 +47,19 @@ class Wanted:
         return Wanted(None if "loss" in own else objective.name, own, objective.ignore_index)
 
 
-def check_columns(prepared: Prepared, data: Data, wanted: Wanted, *, training: bool = True) -> list[Problem]:
+def check_columns(prepared: Prepared, data: Data, wanted: Wanted) -> list[Problem]:
     """All that is wrong with the columns that the job names.
 
     Args:
         prepared: the converted data.
         data: the job's section.
         wanted: what the job does with them.
-        training: False: only the validation set is looked at.
     """
     problems: list[Problem] = []
-    sides = [("data.train", prepared.train)] if training else []
-    sides.append((prepared.key, prepared.validation))
-    for key, store in sides:
+    for key, store in (("data.train", prepared.train), (prepared.key, prepared.validation)):
         if store is not None:
             problems += _Check(Path(store), key, data, wanted).problems()
-    if not names_of(data.input) and not names_of(data.target) and training:
+    if not names_of(data.input) and not names_of(data.target):
         problems += _lost(prepared)
     return list(dict.fromkeys(problems))
 

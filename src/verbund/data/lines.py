@@ -126,7 +126,8 @@ class LinesTable(ABC):
                 failure = error
             else:
                 raise Contradiction
-        raise DataError(_without_row(failure), where=f"{path}, row {row + _row_of(failure)}")
+        names = header[0] if isinstance(header, tuple) else []
+        raise DataError(_without_row(failure, names), where=f"{path}, row {row + _row_of(failure)}")
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, Any, int]]:
         """Blocks of whole rows, the file's header, and the number of the block's first row."""
@@ -265,8 +266,12 @@ def _row_of(error: Exception) -> int:
     return 0
 
 
-def _without_row(error: Exception) -> str:
+def _without_row(error: Exception, names: list[str]) -> str:
+    """What an error of Arrow's says, with the column's name for its number."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     text = re.sub(r"\s*(Row #\d+: |in row \d+)", " ", text).strip()
+    found = re.match(r"In CSV column #(\d+): *CSV conversion error to \w+: *(.*)", text)
+    if found and int(found[1]) < len(names):
+        return f"`{names[int(found[1])]}` holds numbers, but here an {found[2]}"
     text = re.sub(r"^(In CSV column #\d+: *)?(CSV|JSON) (parse|conversion) error(: *)?", "", text)
     return f"cannot be parsed: {text}"

@@ -48,7 +48,7 @@ def work(worker: Worker) -> dict[str, Any]:
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
-    notes = [*_notes(job, replica, order), *dry.work(validation_set)]
+    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
     tensors = [*replica.model.parameters(), *replica.model.buffers()]
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
