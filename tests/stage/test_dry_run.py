@@ -107,6 +107,24 @@ def test_own_targets_are_the_tasks_business(check: Check) -> None:
     check(MLP + "def targets(batch):\n    return batch['y'] % 5\n", x=np.zeros((300, 12), np.float32), y=y)
 
 
+def test_a_loss_that_is_not_finite_before_anything_is_learnt(check: Check) -> None:
+    task = MLP + "def loss(output, targets):\n    return (output[:, 0] * 0 - 1).log()\n"
+    message = refused(check, task)
+    assert "is not finite with the model's first weights" in message
+    task = (
+        MLP
+        + """
+import torch
+def dataset():
+    x = torch.randn(37, 12)
+    x[13, 4] = float("inf")
+    return torch.utils.data.TensorDataset(x, torch.zeros(37, dtype=torch.int64))
+"""
+    )
+    message = refused(check, task, {"data.train": None, "data.input": None, "data.target": None})
+    assert "`input` of sample 13 has inf in it" in message
+
+
 # -- validation ------------------------------------------------------------------------------------------------------
 
 METRICS = MLP + "def metrics(output, targets):\n    {}\n"

@@ -15,7 +15,9 @@ import pytest
 
 from conftest import MLP, MakeJob
 from verbund.cluster.local import LocalCluster
+from verbund.data.prepare import prepare
 from verbund.errors import DataError, InputError
+from verbund.job import Data
 from verbund.run import Run
 from verbund.stage import launch
 from verbund.stage.predictions import PartWriter, check_target
@@ -111,6 +113,15 @@ def test_validation_by_name_without_the_training_data(trained: Run, tmp_path: Pa
         launch.validate(trained.path, data=str(tmp_path / "strange.csv"))
 
 
+def test_a_converted_set_with_other_classes(trained: Run, tmp_path: Path) -> None:
+    name = str(table(tmp_path / "other.csv", ["bee", "cat"]))
+    data = Data(train=name, cache=str(tmp_path / "cache"))
+    place = prepare(data, folder=tmp_path).train
+    assert place is not None
+    with pytest.raises(InputError, match=r"column `kind` has other texts than in the training set"):
+        launch.validate(trained.path, data=place)
+
+
 def test_images_by_class_and_without(trained_on_images: Run, tmp_path: Path) -> None:
     by_class = images(tmp_path / "by", ["eel", "fox"])
     path = launch.predict(trained_on_images.path, str(by_class), workers=2)
@@ -184,10 +195,7 @@ def dataset():
 def test_resuming_with_other_classes_keeps_their_numbers(trained: Run, tmp_path: Path) -> None:
     table(tmp_path / "train.csv", ["bee", "cat"])
     run = launch.resume(trained.path, {"train.steps": 7})
-    notes = (
-        (run.journal / "supervisor-0.2.jsonl").read_text() if (run.journal / "supervisor-0.2.jsonl").exists() else ""
-    )
-    notes += "".join(path.read_text() for path in run.journal.iterdir() if path.is_file())
+    notes = "".join(path.read_text() for path in run.journal.iterdir() if path.is_file())
     assert "train.csv has changed since the run began" in notes
     table(tmp_path / "train.csv", ["bee", "dog"])
     with pytest.raises(InputError, match="has a text that the training set does not have"):

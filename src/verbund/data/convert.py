@@ -43,10 +43,10 @@ def convert(
     Raises:
         DataError: if the source cannot be read, is empty, or does not fit `like`.
     """
-    if found.kind == "manifest":
-        Manifest.read(found.root)
-        return found.root
     model = Like(like, Manifest.read(like, files=False)) if like is not None else None
+    if found.kind == "manifest":
+        _same_texts(found, Manifest.read(found.root), model)
+        return found.root
     hashes = content_hashes(found.files, cache, notify)
     parts: list[object] = ["verbund-data", VERSION, found.kind, found.name if found.kind == "sklearn" else ""]
     parts += [[str(path.relative_to(found.root)), hashes[path]] for path in found.files]
@@ -63,6 +63,20 @@ def convert(
         fill = partial(_table, found, model, notify)
     name = fingerprint(parts)
     return stored(cache, name, partial(fill, name))
+
+
+def _same_texts(found: Found, manifest: Manifest, like: Like | None) -> None:
+    """A store is taken as it is: its codes must mean what those of the training set do."""
+    for column in manifest.columns if like is not None else ():
+        model = like.column(column.name) if like is not None else None
+        if like is None or model is None or model.vocabulary is None or column.vocabulary is None:
+            continue
+        if vocabulary(found.root, column) != vocabulary(like.folder, model):
+            raise DataError(
+                f"column `{column.name}` has other texts than in the training set, so its codes mean other things",
+                where=f"{found.key}, {found.name}",
+                fix="Name the files that it was made of",
+            )
 
 
 def _table(found: Found, like: Like | None, notify: Notify | None, name: str, folder: Path) -> Manifest:

@@ -21,7 +21,7 @@ from verbund.data.loader import Batch, Item, Loader, Transform
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
-from verbund.errors import InputError, JobError, RunFailed, TaskError, VerbundError
+from verbund.errors import DataError, InputError, JobError, RunFailed, TaskError, VerbundError
 from verbund.job import Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
@@ -40,9 +40,10 @@ T = TypeVar("T")
 
 @dataclass
 class _Seen:
-    """What the loss was called with last."""
+    """What the loss was called with last, and the first of the samples whose loss was not finite."""
 
     shape: list[int] = field(default_factory=list)
+    not_finite: int | None = None
 
 
 class DryRun:
@@ -84,6 +85,7 @@ class DryRun:
         batch = self._batch(low, high)
         before = _versions(self.replica)
         self._attempt(lambda: self.replica.dry_step(batch, self._order.size(0)))
+        self._check_finite(batch)
         changed = [name for name, version in _versions(self.replica).items() if before.get(name) != version]
         self.replica.buffers.add(len(batch.ids))
         self._check_single_samples()
@@ -147,6 +149,26 @@ class DryRun:
         does = Wanted.of(self._job, self._task.own)
         if problems := too_many_classes(self._prepared, self._job.data, does, outputs, layer):
             raise JobError(problems)
+
+    def _check_finite(self, batch: Batch) -> None:
+        """Whether the loss is a number before anything was learnt."""
+        row = self._seen.not_finite
+        if row is None or self._job.train.precision == "fp16":
+            return
+        sample = int(batch.ids[row])
+        for name, values in batch.columns.items():
+            if values.is_floating_point() and not bool(values[row].isfinite().all()):
+                value = values[row][~values[row].isfinite()].reshape(-1)[0]
+                raise DataError(
+                    f"`{name}` of sample {sample} has {float(value)} in it, and so has the loss",
+                    where="data",
+                    fix="Fill such values, leave the sample out, or treat them in the task",
+                )
+        raise TaskError(
+            f"the loss of sample {sample} is not finite with the model's first weights, though its data are",
+            where=str(self._task.file),
+            fix="Look at what the model and the loss make of it: logarithms, divisions and roots of 0, large numbers",
+        )
 
     # -- samples that are computed together ----------------------------------------------------------------------
 
@@ -281,7 +303,10 @@ def _watched(task: Task, seen: _Seen) -> Task:
             seen.shape = list(objectives.logits(output).shape)
         except TaskError:
             seen.shape = []
-        return task.loss(output, targets)
+        sums = task.loss(output, targets)
+        bad = (~sums.total.detach().isfinite()).nonzero()
+        seen.not_finite = int(bad[0]) if len(bad) else None
+        return sums
 
     return replace(task, loss=loss)
 
