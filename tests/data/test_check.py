@@ -120,6 +120,8 @@ def test_gaps_in_whole_numbers(tmp_path: Path) -> None:
     [
         ([0, np.nan, 1, np.nan], "d.npz, row 1: 2 rows have NaN or no value in `x`"),
         ([0, 1, np.inf, 2], "d.npz, row 2: `x` is inf"),
+        (np.array([0, 1, np.inf, 2], np.float16), "d.npz, row 2: `x` is inf"),
+        (np.array([0, 1, np.inf, 2], np.float32), "d.npz, row 2: `x` is inf"),
         ([[0, 1], [0, 1], [0, 1], [-np.inf, np.inf]], "d.npz, row 3: `x` is -inf"),
         ([0, 1, -1e300, 2], "d.npz, row 2: `x` is -1e+300, which is more than float32 holds"),
     ],
@@ -144,6 +146,7 @@ def test_the_ignored_class_hides_no_other(tmp_path: Path) -> None:
         ("x,y\n1,0\nNA,1\nabc,0\n", ["t.csv, row 2", "`abc`"]),
         ("x,y\n1,0\n2,1\n3,0?\n", ["data.target", "t.csv, row 2", "`y` is text", "`0?`"]),
         ("x;y\n1,5;0\n2,5;1\n", ["t.csv, row 0", "`1,5`", "decimals with a point"]),
+        ('"x, in m";y\n1;0\n', ["no column `x`", "Known: x, in m, y"]),
         ("x|y\n1|0\n", ["separate columns by commas instead of `|`"]),
         ("x,y\n1,cat\n2,\n", ["data.target", "t.csv, row 1", "no value"]),
         ("x,y\n1,0\n,1\n", ["data.input", "t.csv, row 1"]),

@@ -210,11 +210,11 @@ class _Check:
             return None
 
         def large(values: NDArray[Any]) -> NDArray[np.bool_]:
-            return np.asarray((np.abs(values) > _LARGEST).reshape(len(values), -1).any(axis=1))
+            return np.asarray((np.abs(values.astype(np.float64)) > _LARGEST).reshape(len(values), -1).any(axis=1))
 
         values = _column_values(self._store, self._manifest, column)
         row, count = _first(values, large), _count(values, large)
-        here = np.asarray(values[row]).reshape(-1)
+        here = np.asarray(values[row], np.float64).reshape(-1)
         value = here[np.abs(here) > _LARGEST][0]
         more = f" ({count} rows have such values, this one first)" if count > 1 else ""
         why = ", which is more than float32 holds" if np.isfinite(value) else ""

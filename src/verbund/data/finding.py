@@ -70,6 +70,13 @@ def find(source: str, folder: Path, key: str = "data.train", *, labelled: bool =
         return Found("sklearn", (), folder, source.removeprefix("sklearn:"), key)
     path = folder / Path(source).expanduser()
     _refuse_special(path, key)
+    try:
+        return _found(path, source, key, labelled)
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror}", where=key) from None
+
+
+def _found(path: Path, source: str, key: str, labelled: bool) -> Found:
     if path.is_dir():
         return _folder(path.resolve(), source, key, labelled)
     if path.exists():

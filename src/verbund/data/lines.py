@@ -158,7 +158,7 @@ class LinesTable(ABC):
 
 
 class CsvTable(LinesTable):
-    """CSV files with a header line. Commas separate; semicolons or tabs do where the header has no comma.
+    """CSV files with a header line. Commas, semicolons or tabs separate: what the header has most of.
 
     Args:
         files: see `LinesTable`.
@@ -187,7 +187,7 @@ class CsvTable(LinesTable):
             line = stream.readline(1 << 20).decode("utf-8-sig").strip("\r\n")
         except UnicodeDecodeError:
             raise DataError("is no UTF-8 text", where=str(path), fix="Save it as UTF-8") from None
-        separator = next((mark for mark in ",;\t" if mark in line), ",")
+        separator = max(",;\t", key=re.sub(r'"[^"]*"', "", line).count)
         names = next(plain_csv.reader([line], delimiter=separator), [])
         for name in names:
             if names.count(name) > 1:

@@ -124,7 +124,7 @@ def validate(
     with _cluster(job) as cluster:
         notify = _notify(quiet)
         if evaluated is None:
-            prepared = _prepared(job, notify, known)
+            prepared = _prepared(job, notify, known, training=False)
         else:
             prepared = _prepared_evaluated(job, evaluated, notify, known)
         settings = {"checkpoint": str(source)}
@@ -244,9 +244,9 @@ def _refuse_existing(directory: Path | str | None) -> None:
             )
 
 
-def _prepared(job: Job, notify: Notify, known: Path | None = None) -> Prepared:
+def _prepared(job: Job, notify: Notify, known: Path | None = None, *, training: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
-    if job.observe.tensorboard:
+    if training and job.observe.tensorboard:
         from verbund.observe import tensorboard
 
         tensorboard.require()
