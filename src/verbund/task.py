@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import Problem, TaskError, nearest
+from verbund.errors import Problem, TaskError, VerbundError, nearest
 from verbund.job import Job
 
 if TYPE_CHECKING:
@@ -132,16 +132,17 @@ def load(job: Job) -> Task:
             where=str(path),
             fix="Express the task as one loss over one set of parameters, or train the models as separate jobs",
         )
+    validation = getattr(module, "validation_dataset", None)
     return Task(
         file=path,
-        model=module.model,
+        model=_named_errors(module.model, path),
         inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
         targets=getattr(module, "targets", None) or _default_targets(job, path),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
-        augment=getattr(module, "augment", None),
+        augment=_augment(module, path),
         dataset=_dataset(module, job, path),
-        validation_dataset=getattr(module, "validation_dataset", None),
+        validation_dataset=_named_errors(validation, path) if validation is not None else None,
         couples=bool(getattr(module, "couples", False)),
         own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )
@@ -181,7 +182,43 @@ def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | No
     dataset: Callable[[], Any] | None = getattr(module, "dataset", None)
     if job.data.train is None and dataset is None:
         raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(path))
-    return dataset if job.data.train is None else None
+    return _named_errors(dataset, path) if job.data.train is None and dataset is not None else None
+
+
+def _named_errors(function: Callable[[], Any], path: Path) -> Callable[[], Any]:
+    """`function`, whose exceptions say where in the task file they came from."""
+
+    def called() -> Any:
+        try:
+            return function()
+        except (VerbundError, MemoryError):
+            raise
+        except Exception as error:
+            line = _line_in(error, path)
+            raise TaskError(
+                f"{type(error).__name__} in `{function.__name__}()`: {error}",
+                where=f"{path}{f', line {line}' if line else ''}",
+            ) from error
+
+    return called
+
+
+def _augment(module: ModuleType, path: Path) -> Callable[[Columns, Any], Columns] | None:
+    own = getattr(module, "augment", None)
+    if own is None:
+        return None
+
+    def augment(batch: Columns, random: Any) -> Columns:
+        result = own(batch, random)
+        if not isinstance(result, dict):
+            raise TaskError(
+                f"`augment` returned a {type(result).__name__}, not a batch",
+                where=str(path),
+                fix="Return a dict of columns, such as the one that it is given",
+            )
+        return result
+
+    return augment
 
 
 def _names(value: str | list[str] | None) -> list[str]:

@@ -77,6 +77,48 @@ def model():
     assert "layer `fc`, Linear(in_features=13" in message
 
 
+FUNCTIONS = """
+from torch import nn
+def fails():
+    raise ValueError("a bad day")
+"""
+MODEL = "def model():\n    return nn.Linear(12, 5)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def model():\n    fails()\n", ["ValueError in `model()`: a bad day", "line 4"]),
+        (MODEL + "def augment(batch, random):\n    fails()\n", ["ValueError: a bad day", "line 4"]),
+        (MODEL + "def augment(batch, random):\n    pass\n", ["`augment` returned a NoneType"]),
+        (MODEL + "def inputs(batch):\n    fails()\n", ["ValueError: a bad day", "line 4"]),
+        (MODEL + "def loss(output, targets):\n    return output.detach()[:, 0]\n", ["look for detach()"]),
+        ("def model():\n    import torch\n    return torch.jit.script(nn.Linear(13, 5))\n", ["TorchScript"]),
+    ],
+)
+def test_functions_that_fail(text: str, words: list[str], check: Check) -> None:
+    message = refused(check, FUNCTIONS + text)
+    for word in ["task.py", *words]:
+        assert word in message
+
+
+def test_a_scripted_model(check: Check) -> None:
+    assert check(FUNCTIONS + "def model():\n    import torch\n    return torch.jit.script(nn.Linear(12, 5))\n") == []
+
+
+def test_a_dataset_that_fails(check: Check) -> None:
+    nothing = {"data.train": None, "data.input": None, "data.target": None}
+    assert "ValueError in `dataset()`" in refused(check, FUNCTIONS + MODEL + "def dataset():\n    fails()\n", nothing)
+    task = FUNCTIONS + MODEL + "class D(list):\n    def __getitem__(self, i):\n        fails()\n"
+    message = refused(check, task + "def dataset():\n    return D([1] * 50)\n", nothing)
+    assert "ValueError in sample" in message
+
+
+def test_a_compiled_model_fails_as_a_plain_one(check: Check) -> None:
+    message = refused(check, model("nn.Linear(12, 16)", "nn.Linear(8, 5)"), {"train.compile": True})
+    assert "layer `1`, Linear(in_features=8" in message
+
+
 @pytest.mark.parametrize("label", [5, 1_000_000, 2**63 - 1])
 def test_a_class_without_an_output(label: int, check: Check) -> None:
     y = np.zeros(300, np.int64)

@@ -35,7 +35,8 @@ class Override(ABC):
     def remove(self) -> None:
         """Puts the former forward back, unless another took this one's place in the meantime."""
         if self.module.__dict__.get("forward") is self:
-            if getattr(self.inner, "__func__", None) is type(self.module).forward:
+            function = getattr(self.inner, "__func__", None)
+            if function is not None and function is type(self.module).forward:
                 del self.module.__dict__["forward"]
             else:
                 self.module.forward = self.inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -82,9 +83,9 @@ class DryRun:
         """
         self._check_groups()
         low, high = self._first_pass()
-        batch = self._batch(low, high)
+        batch = self._attempt(lambda: self._batch(low, high))
         before = _versions(self.replica)
-        self._attempt(lambda: self.replica.dry_step(batch, self._order.size(0)))
+        self._attempt(lambda: self._step(batch))
         self._check_finite(batch)
         changed = [name for name, version in _versions(self.replica).items() if before.get(name) != version]
         self.replica.buffers.add(len(batch.ids))
@@ -111,6 +112,16 @@ class DryRun:
         ids = np.ascontiguousarray(self._train_set.ids(self._order.positions(0))[low:high])
         return _read(self._train_set, Item(0, ids), augmentation(self._job, self._task))
 
+    def _step(self, batch: Batch) -> None:
+        try:
+            self.replica.dry_step(batch, self._order.size(0))
+        except Exception:
+            if self._job.train.compile:
+                # What is wrong with the model itself is told better without the compiler.
+                with self._layers.followed():
+                    self._train_forward(batch)
+            raise
+
     def _attempt(self, action: Callable[[], T]) -> T:
         """Does it; what it raises is told with the layer that it happened in, or with the data that explain it."""
         try:
@@ -126,6 +137,8 @@ class DryRun:
         return result
 
     def _explained(self, error: Exception) -> VerbundError:
+        if isinstance(error, RunFailed) and (error.where or "").startswith("dataset()"):
+            return TaskError(error.what, where=error.where, fix=error.fix)
         cause = error.__cause__ if isinstance(error, RunFailed) and isinstance(error.__cause__, Exception) else error
         if isinstance(cause, VerbundError):
             return cause
@@ -133,11 +146,14 @@ class DryRun:
         if isinstance(cause, MemoryError) or record["fix"]:
             return RunFailed(record["what"], where=record["where"], fix=record["fix"])
         what, where, fix = record["what"], record["where"] or "", None
-        if "site-packages" in where or where.startswith(_OWN):
-            where = "model()"
-        if (failed := self._layers.failed()) is not None:
+        failed = self._layers.failed()
+        if "site-packages" in where or where.startswith((_OWN, os.path.dirname(os.__file__))):
+            where = "model()" if failed else str(self._task.file)
+        if failed is not None:
             described, fix = failed
             what = f"{what}; {described}"
+        elif "does not require grad" in what:
+            fix = "Nothing that is trained enters the loss: look for detach(), no_grad() or .data"
         return TaskError(what, where=where, fix=fix)
 
     def _check_classes(self) -> None:

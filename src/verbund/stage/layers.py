@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -35,6 +36,8 @@ class Layers:
         """Within the block calls are noticed."""
         handles = []
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving(name)))
         try:
@@ -49,14 +52,14 @@ class Layers:
         if call is None:
             return None
         inputs = ", ".join(map(str, call.shapes)) or "no tensor"
-        return f"{_named(call.name, call.module)} was called with {inputs}", _remedy(call.module, call.shapes)
+        return f"{_named(call.name, call.module)}, was called with {inputs}", _remedy(call.module, call.shapes)
 
     def maker(self, shape: list[int]) -> str | None:
-        """The last layer whose output had that shape."""
-        for name, module, made in reversed(self._made):
-            if made == shape and not list(module.children()):
-                return _named(name, module)
-        return None
+        """The last layer whose output had that shape, one with parameters if there is one."""
+        fitting = [call for call in reversed(self._made) if call[2] == shape and not list(call[1].children())]
+        learning = (call for call in fitting if list(call[1].parameters()))
+        call = next(learning, next(iter(fitting), None))
+        return _named(call[0], call[1]) if call is not None else None
 
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,7 +84,7 @@ class Layers:
 
 def _named(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
-    return f"layer `{name}`, {kind}({module.extra_repr()})," if not list(module.children()) else f"`{name}` ({kind})"
+    return f"layer `{name}`, {kind}({module.extra_repr()})" if not list(module.children()) else f"`{name}`, a {kind}"
 
 
 def _remedy(module: nn.Module, shapes: list[list[int]]) -> str | None:
