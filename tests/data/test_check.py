@@ -202,6 +202,15 @@ def test_a_validation_set_gets_the_vocabulary_and_types_of_the_training_set(tmp_
     assert "the training set does not have" in problem.what
 
 
+def test_the_nearest_of_a_validation_sets_further_columns(tmp_path: Path) -> None:
+    train, validation = csv(tmp_path, "t.csv", "height,y\n1,0\n2,1\n"), csv(tmp_path, "v.csv", "heigth,y\n1,0\n")
+    (problem,) = problems(tmp_path, train=train, validation=validation, input="height")
+    assert "data.validation has no column `height`. Did you mean `heigth`?" in problem
+    validation = csv(tmp_path, "w.csv", "height|y\n1|0\n")
+    found = problems(tmp_path, train=train, validation=validation, input="height")
+    assert "commas instead of `|`" in found[0]
+
+
 def test_texts_that_look_like_numbers_in_the_validation_set(tmp_path: Path) -> None:
     train = csv(tmp_path, "t.csv", "x,w\n1,10\n2,ten\n")
     validation = csv(tmp_path, "v.csv", "x,w\n1,10\n2,10\n")
@@ -217,7 +226,7 @@ def test_a_validation_set_that_does_not_fit(tmp_path: Path) -> None:
     found = [str(problem) for problem in check_columns(prepared, data, Wanted())]
     assert len(found) == 2
     assert "it is float64 here, but int64 in the training set" in found[0]
-    assert "in the training set only" in found[1]
+    assert "data.validation has no column `z`" in found[1]
     # The task's own functions may use any column: then all must be there.
     own = data.model_copy(update={"input": None, "target": None})
     assert len(check_columns(prepared, own, Wanted())) == 2

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from verbund.data.finding import EXTENSIONS
 from verbund.data.manifest import Column, Manifest, vocabulary
 from verbund.data.prepare import Prepared, names_of
+from verbund.data.table import FURTHER, LACKING
 from verbund.errors import Problem, nearest
 from verbund.job import Data, Job
 
@@ -371,9 +372,11 @@ def _unknown(manifest: Manifest, column: Column) -> str:
 
 
 def _missing(manifest: Manifest, key: str, setting: str, name: str) -> Problem:
-    if (reason := manifest.unsupported.get(name)) is not None:
+    reason = manifest.unsupported.get(name, LACKING)
+    if reason != LACKING:
         return Problem(setting, f"column `{name}` of {key} cannot be used: {reason}")
-    fix = nearest(name, manifest.names)
-    if len(manifest.names) == 1 and (mark := next((m for m in ";|\t " if m in manifest.names[0]), None)):
-        fix = f"Its only column is `{manifest.names[0]}`: separate columns by commas instead of `{mark}`"
+    names = [*manifest.names, *(other for other, why in manifest.unsupported.items() if why == FURTHER)]
+    fix = nearest(name, names)
+    if len(names) == 1 and (mark := next((mark for mark in ";|\t " if mark in names[0]), None)):
+        fix = f"Its only column is `{names[0]}`: separate columns by commas instead of `{mark}`"
     return Problem(setting, f"{key} has no column `{name}`", fix)
