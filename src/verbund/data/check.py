@@ -189,11 +189,15 @@ class _Check:
         row = _first(codes, lambda part: ~ordinary[part])
         word = words[int(codes[row])]
         what = f"`{column.name}` is text, {why}: here it is `{_short(word)}`"
+        stray = any(map(_is_number, words))  # else all of it is text, and this one no worse than the others
         if re.fullmatch(r"\s*[+-]?[\d.]*,\d+\s*", word):
             fix = "Write decimals with a point"
-        elif setting == "data.input":
-            fix = fix or "Correct it, or leave the column out and use its codes in the task's `inputs(batch)`"
-        return self._at(setting, row, what, fix or "Correct it, or use the objective cross_entropy for classes")
+        elif fix is None:
+            other = "use the objective cross_entropy for classes"
+            if setting == "data.input":
+                other = "leave the column out and use its codes in the task's `inputs(batch)`"
+            fix = f"Correct it, or {other}" if stray else f"{other[0].upper()}{other[1:]}"
+        return self._at(setting, row, what, fix)
 
     def _gap(self, setting: str, column: Column) -> Problem:
         what = "NaN or no value" if column.dtype.startswith("float") else "no value"

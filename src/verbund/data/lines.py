@@ -127,7 +127,12 @@ class LinesTable(ABC):
             else:
                 raise Contradiction
         names = header[0] if isinstance(header, tuple) else []
-        raise DataError(_without_row(failure, names), where=f"{path}, row {row + _row_of(failure)}")
+        comma = re.search(r"invalid value '[+-]?[\d.]*,\d+'", str(failure))
+        raise DataError(
+            _without_row(failure, names),
+            where=f"{path}, row {row + _row_of(failure)}",
+            fix="Write decimals with a point" if comma else None,
+        )
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, Any, int]]:
         """Blocks of whole rows, the file's header, and the number of the block's first row."""

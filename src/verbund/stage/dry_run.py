@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import verbund
-from verbund import metrics, objectives
+from verbund import metrics
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
-from verbund.data.check import Wanted, too_many_classes
 from verbund.data.loader import Batch, Item, Loader, Transform
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
@@ -29,22 +27,14 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica, call
 from verbund.stage.island import augmentation
 from verbund.stage.layers import Layers
+from verbund.stage.outputs import Outputs
 from verbund.stage.validate import wanted
-from verbund.sums import Sums
 from verbund.task import Task
 
 _OWN = str(Path(verbund.__file__).parent)
 # Samples of the global batch that are enough to see whether a buffer depends on how they are divided.
 _PROBED = 8
 T = TypeVar("T")
-
-
-@dataclass
-class _Seen:
-    """What the loss was called with last, and the first of the samples whose loss was not finite."""
-
-    shape: list[int] = field(default_factory=list)
-    not_finite: int | None = None
 
 
 class DryRun:
@@ -62,8 +52,8 @@ class DryRun:
     def __init__(
         self, job: Job, task: Task, prepared: Prepared, train_set: Samples, order: Order, total_steps: int | None
     ) -> None:
-        self._seen = _Seen()
-        self._job, self._task, self._prepared = job, _watched(task, self._seen), prepared
+        self._outputs = Outputs(task)
+        self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
         place = device.choose(0, job.world)
         self.replica = Replica(self._task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
@@ -157,18 +147,13 @@ class DryRun:
         return TaskError(what, where=where, fix=fix)
 
     def _check_classes(self) -> None:
-        shape, objective = self._seen.shape, self._job.train.objective
-        if len(shape) < 2 or objective is None:
-            return
-        outputs = shape[-1] if objective.name == "next_token" else shape[1]
-        layer = self._layers.maker(shape)
-        does = Wanted.of(self._job, self._task.own)
-        if problems := too_many_classes(self._prepared, self._job.data, does, outputs, layer):
+        layer = self._layers.maker(self._outputs.shape)
+        if problems := self._outputs.classes_without_output(self._job, self._prepared, layer):
             raise JobError(problems)
 
     def _check_finite(self, batch: Batch) -> None:
         """Whether the loss is a number before anything was learnt."""
-        row = self._seen.not_finite
+        row = self._outputs.not_finite
         if row is None or self._job.train.precision == "fp16":
             return
         sample = int(batch.ids[row])
@@ -311,22 +296,6 @@ class DryRun:
                 )
 
 
-def _watched(task: Task, seen: _Seen) -> Task:
-    """The same task; `seen` learns what its loss is called with."""
-
-    def loss(output: Any, targets: Any) -> Sums:
-        try:
-            seen.shape = list(objectives.logits(output).shape)
-        except TaskError:
-            seen.shape = []
-        sums = task.loss(output, targets)
-        bad = (~sums.total.detach().isfinite()).nonzero()
-        seen.not_finite = int(bad[0]) if len(bad) else None
-        return sums
-
-    return replace(task, loss=loss)
-
-
 def _read(samples: Samples, item: Item, transform: Transform | None) -> Batch:
     loader = Loader(samples, iter([item]), transform=transform)
     try:
@@ -349,6 +318,7 @@ def _differ(start: Tensor, one: Tensor | None, other: Tensor | None) -> bool:
         return False
     if not one.is_floating_point():
         return not torch.equal(one, other)
+    exact = max(1e-5, 4 * torch.finfo(one.dtype).eps)
     start, one, other = start.double(), one.double(), other.double()
     change = float((one - start).abs().max())
-    return float((one - other).abs().max()) > 1e-3 * change + 1e-5 * float(one.abs().max())
+    return float((one - other).abs().max()) > 1e-3 * change + exact * float(one.abs().max())
