@@ -316,6 +316,8 @@ def _differ(start: Tensor, one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two ends differ by more than the order of sums explains. One of another shape is a cache."""
     if one is None or other is None or not start.shape == one.shape == other.shape or not start.numel():
         return False
+    if one.is_complex():
+        start, one, other = torch.view_as_real(start), torch.view_as_real(one), torch.view_as_real(other)
     if not one.is_floating_point():
         return not torch.equal(one, other)
     exact = max(1e-5, 4 * torch.finfo(one.dtype).eps)
