@@ -21,14 +21,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import Problem, TaskError, nearest, text_of
+from verbund.errors import Problem, TaskError, VerbundError, nearest, text_of
 from verbund.job import Job
 
 if TYPE_CHECKING:
@@ -122,6 +122,31 @@ def needs_transformers(job: Job) -> bool:
     return any(name.split(".")[0] == "transformers" for name in imported)
 
 
+def functions(job: Job) -> frozenset[str]:
+    """Which of `FUNCTIONS` the task file has, read off its text without running it; all where it imports `*`."""
+    if job.task.startswith(HUGGING_FACE):
+        return frozenset(("model", "inputs", "targets"))
+    try:
+        tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    names = set(_bound(tree))
+    return frozenset(FUNCTIONS) if "*" in names else frozenset(name for name in FUNCTIONS if name in names)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that running a module binds; what its functions and classes bind inside is not among them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name
+        elif not isinstance(child, (ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _bound(child)
+
+
 def load(job: Job) -> Task:
     """Runs the task file, or finds the Hugging Face model, and fills in what the job names.
 
@@ -150,16 +175,17 @@ def load(job: Job) -> Task:
             where=str(path),
             fix="Express the task as one loss over one set of parameters, or train the models as separate jobs",
         )
+    validation = getattr(module, "validation_dataset", None)
     return Task(
         file=path,
-        model=module.model,
+        model=_named_errors(module.model, path),
         inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
         targets=getattr(module, "targets", None) or default_targets(job, path),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
-        augment=getattr(module, "augment", None),
+        augment=_augment(module, path),
         dataset=_dataset(module, job, path),
-        validation_dataset=getattr(module, "validation_dataset", None),
+        validation_dataset=_named_errors(validation, path) if validation is not None else None,
         tensor_plan=getattr(module, "tensor_plan", None),
         pipeline_plan=getattr(module, "pipeline_plan", None),
         couples=bool(getattr(module, "couples", False)),
@@ -201,7 +227,43 @@ def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | No
     dataset: Callable[[], Any] | None = getattr(module, "dataset", None)
     if job.data.train is None and dataset is None:
         raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(path))
-    return dataset if job.data.train is None else None
+    return _named_errors(dataset, path) if job.data.train is None and dataset is not None else None
+
+
+def _named_errors(function: Callable[[], Any], path: Path) -> Callable[[], Any]:
+    """`function`, whose exceptions say where in the task file they came from."""
+
+    def called() -> Any:
+        try:
+            return function()
+        except (VerbundError, MemoryError):
+            raise
+        except Exception as error:
+            line = _line_in(error, path)
+            raise TaskError(
+                f"{type(error).__name__} in `{function.__name__}()`: {error}",
+                where=f"{path}{f', line {line}' if line else ''}",
+            ) from error
+
+    return called
+
+
+def _augment(module: ModuleType, path: Path) -> Callable[[Columns, Any], Columns] | None:
+    own = getattr(module, "augment", None)
+    if own is None:
+        return None
+
+    def augment(batch: Columns, random: Any) -> Columns:
+        result = own(batch, random)
+        if not isinstance(result, dict):
+            raise TaskError(
+                f"`augment` returned a {type(result).__name__}, not a batch",
+                where=str(path),
+                fix="Return a dict of columns, such as the one that it is given",
+            )
+        return result
+
+    return augment
 
 
 def _names(value: str | list[str] | None) -> list[str]:

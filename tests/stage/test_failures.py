@@ -229,3 +229,23 @@ def loss(output, targets):
 
 def test_the_shared_cluster_lives_on(run_job: RunJob, warm: LocalCluster) -> None:
     assert run_job().summary["status"] == "done"
+
+
+@pytest.mark.parametrize("every", [2, "end"])
+def test_a_loss_that_diverges_speaks_of_a_checkpoint_only_if_there_is_one(every: int | str, run_job: RunJob) -> None:
+    task = (
+        MLP
+        + """
+class Worse(nn.Sequential):
+    calls = 0
+    def forward(self, x):
+        if self.training:
+            Worse.calls += 1
+        return super().forward(x) * (float("nan") if Worse.calls > 4 else 1.0)
+def model():
+    return Worse(nn.Linear(12, 5))
+"""
+    )
+    with pytest.raises(RunFailed, match="the loss became nan in step 4") as caught:
+        run_job(task, {"checkpoint.every": every, "train.steps": 8})
+    assert ("the checkpoint of step 4 is from before" in str(caught.value)) == (every == 2)

@@ -19,11 +19,13 @@ from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
-from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.data import schema
+from verbund.data.check import Wanted, check_columns
+from verbund.data.prepare import Evaluated, Prepared, names_of, needed, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt, Interrupts
-from verbund.job import Job
+from verbund.job import Data, Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
 from verbund.observe.progress import Progress
@@ -101,7 +103,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
 def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
     notify = _notify(quiet)
     with _cluster(job) as cluster:
-        prepared = _prepared(job, notify)
+        prepared = _prepared(job, notify, schema.kept(run.path))
         warnings += continuing.changes(run, job, state, prepared)
         facts = _dry_run(cluster, job, prepared)
         if done := continuing.nothing_left(run, job, state, facts.total_steps):
@@ -133,12 +135,20 @@ def validate(
         `step`, `samples`, `metrics`, `seconds`, `world`.
     """
     run = Run.open(Path(directory))
-    job = _evaluation_job(run.job, data, workers)
+    job = _evaluation_job(run.job, workers)
     source = _chosen(run, step)
-    if data is None and not job.data.validation and not job.data.validation_fraction and job.data.train is not None:
+    known = schema.kept(run.path)
+    evaluated = Evaluated(job.data.validation, "data.validation") if job.data.validation else None
+    if data is not None:
+        evaluated = Evaluated(_typed(data), "--data")
+    if evaluated is None and not job.data.validation_fraction and job.data.train is not None:
         raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet), training=False)
+        notify = _notify(quiet)
+        if evaluated is None:
+            prepared = _prepared(job, notify, known, training=False)
+        else:
+            prepared = _prepared_evaluated(job, evaluated, notify, known)
         settings = {"checkpoint": str(source)}
         return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
 
@@ -152,28 +162,33 @@ def predict(
     step: int | None = None,
     quiet: bool = True,
 ) -> Path:
-    """Writes a model's predictions for every sample of `data`, in order, as Parquet.
+    """Writes a model's predictions for every sample of `data`, in order.
 
     Args:
         directory: the run.
-        data: a source with the job's input columns; targets are not needed.
-        out: the file to write; default `predictions.parquet` in the run.
+        data: a source with the job's input columns, or a folder of images; targets are not needed.
+        out: the file to write, whose ending says how: .parquet, .csv, .jsonl; default `predictions.parquet` in the run.
         workers: another number of workers than the run's.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
     """
-    from verbund.stage.predictions import merge
+    from verbund.stage.predictions import check_target, merge
 
     run = Run.open(Path(directory))
     target = Path(out) if out else run.path / "predictions.parquet"
-    if not target.parent.is_dir():
-        raise InputError(f"no such folder: {target.parent}", where="--out")
-    job = _evaluation_job(run.job, data, workers)
+    check_target(target)
+    job = _evaluation_job(run.job, workers)
     source = _chosen(run, step)
+    known = schema.kept(run.path)
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet), training=False, targets=False)
+        prepared = _prepared_evaluated(job, Evaluated(_typed(data), "DATA", labelled=False), _notify(quiet), known)
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
-        settings = {"checkpoint": str(source), "parts": [str(part.resolve()) for part in parts]}
+        named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
+        settings = {
+            "checkpoint": str(source),
+            "parts": [str(part.resolve()) for part in parts],
+            "classes": str(named) if named else None,
+        }
         try:
             _evaluate(cluster, job, prepared, "verbund.stage.predict:work", settings)
             merge(parts, target)
@@ -260,24 +275,51 @@ def _refuse_existing(directory: Path | str | None) -> None:
             )
 
 
-def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool = True) -> Prepared:
+def _prepared(job: Job, notify: Notify, known: Path | None = None, *, training: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
     if training and job.observe.tensorboard:
         from verbund.observe import tensorboard
 
         tensorboard.require()
+    data = _data(job, notify)
+    return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
+
+
+def _prepared_evaluated(job: Job, evaluated: Evaluated, notify: Notify, known: Path | None) -> Prepared:
+    """The same for what is evaluated instead of the job's own validation set."""
+    folder, own = Path(job.folder), task.functions(job)
+    changes: dict[str, Any] = {} if evaluated.labelled else {"target": None}
+    if job.data.train is None and not (job.train.objective and job.train.objective.name == "next_token"):
+        # What the entries of the task's own Dataset are called unless the job names them.
+        if "inputs" not in own:
+            changes["input"] = job.data.input or "input"
+        if "targets" not in own and evaluated.labelled:
+            changes["target"] = job.data.target or "target"
+
+    def convert() -> Prepared:
+        return prepare_evaluated(evaluated, data, folder=folder, notify=notify, schema=known)
+
+    data = _data(job, notify)
+    prepared = _checked(job, data.model_copy(update=changes), convert)
+    for note in prepared.notes:
+        notify(note)
+    return prepared
+
+
+def _data(job: Job, notify: Notify) -> Data:
+    """The job's data, read with the model's own tokenizer where the task is a language model's folder."""
+    if job.task.startswith(task.HUGGING_FACE) and not task.check(job):
+        return huggingface.with_tokenizer(job, notify)
+    return job.data
+
+
+def _checked(job: Job, data: Data, convert: Callable[[], Prepared]) -> Prepared:
     problems = task.check(job)
-    data = job.data
-    if job.task.startswith(task.HUGGING_FACE) and not problems:
-        data = huggingface.with_tokenizer(job, notify)
     try:
-        prepared = prepare(data, folder=Path(job.folder), notify=notify, training=training)
+        prepared = convert()
     except InputError as error:
         raise _together(problems, error) from None
-    objective = job.train.objective.name if job.train.objective and targets else None
-    data = data if targets else data.model_copy(update={"target": None})
-    ignored = job.train.objective.ignore_index if job.train.objective else -100
-    problems += check_columns(prepared, data, objective, training=training, ignore_index=ignored)
+    problems += check_columns(prepared, data, Wanted.of(job, task.functions(job)))
     if problems:
         raise JobError(problems)
     return prepared
@@ -352,15 +394,14 @@ def _chosen(run: Run, step: int | None) -> Path:
     return path
 
 
-def _evaluation_job(job: Job, data: str | None, workers: int | None) -> Job:
-    changes: dict[str, Any] = {}
-    if data is not None:
-        # What the user types is relative to where they are, not to the job.
-        source = data if data.startswith("sklearn:") else os.path.abspath(data)
-        changes |= {"data.validation": source, "data.validation_fraction": 0.0}
-    if workers is not None:
-        changes["strategy.mesh"] = {"data": workers}
+def _evaluation_job(job: Job, workers: int | None) -> Job:
+    changes = {"strategy.mesh": {"data": workers}} if workers is not None else {}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+
+
+def _typed(source: str) -> str:
+    """What the user typed as a source is relative to where they are, not to the job."""
+    return source if source.startswith("sklearn:") or not source.strip() else os.path.abspath(source)
 
 
 def _evaluate(
@@ -406,6 +447,7 @@ def _train(
     warnings: list[str] | None = None,
 ) -> Run:
     generation = run.begin_attempt()
+    _keep_schema(run, job, prepared)
     journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, job.world, job.checkpoint, journal)
@@ -509,6 +551,16 @@ def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int
     except RunFailed as error:
         return error
     return None
+
+
+def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
+    """The run keeps what other data need to be read as its training set was."""
+    if prepared.train is None:
+        return
+    try:
+        schema.keep(Path(prepared.train), run.path, needed(job.data, task.functions(job)))
+    except OSError as error:
+        raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
 
 
 def _board(run: Run, job: Job) -> Any:

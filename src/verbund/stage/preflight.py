@@ -1,26 +1,23 @@
-"""The dry run: one micro-batch forward and backward and one optimiser step, before any worker starts."""
+"""The check of a job in a process that has torch: its settings, a dry run, and the memory that it takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
-from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem
-from verbund.job import Job, Strategy
+from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.axes import Division, Mesh
-from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
-from verbund.stage.island import augmentation
+from verbund.stage.dry_run import DryRun
+from verbund.stage.dry_run import division as division_of
 from verbund.stage.validate import wanted
 
 
@@ -50,7 +47,9 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     before = peak_bytes()
-    replica, notes = _dry_step(job, task, train_set, order)
+    dry = DryRun(job, task, prepared, train_set, order, total)
+    replica = dry.replica
+    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
     tensors = [*replica.model.parameters(), *replica.model.buffers()]
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
@@ -75,35 +74,11 @@ def total_steps(job: Job, order: Order) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:
-    place = device.choose(0, job.world)
-    alone = job.model_copy(update={"strategy": Strategy()})
-    replica = Replica(task, alone, Mesh(), Groups.alone(place))
-    notes = _notes(job, replica, order)
-    size = order.size(0)
-    division = _division(job, replica)
-    low, high = next(p for worker in range(division.workers) for p in division.micro_batches(size, worker))
-    ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
-
-    loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
-    try:
-        replica.dry_step(next(iter(loader)), size)
-    finally:
-        loader.close()
-    return replica, notes
-
-
-def _division(job: Job, replica: Replica) -> Division:
-    """How the mesh of the job divides a global batch."""
-    mesh = Mesh.of(job.strategy.mesh, 0)
-    return Division(mesh.batch_workers, replica.division.unit, job.train.micro_batch)
-
-
 def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
-    division = _division(job, replica)
+    division = division_of(job, replica)
     if replica.statistics:
         if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")

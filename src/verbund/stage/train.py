@@ -117,12 +117,7 @@ class _Training:
                 self.replica.update(step, size, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
-                    raise RunFailed(
-                        f"the loss became {self.loss} in step {step}",
-                        where="train",
-                        fix="Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up; the last checkpoint is "
-                        "from before",
-                    )
+                    raise self._diverged(step)
                 self.step += 1
                 self.samples += size
                 if train.check_replicas and self.step % train.check_replicas == 0:
@@ -141,6 +136,14 @@ class _Training:
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
+
+    def _diverged(self, step: int) -> RunFailed:
+        fix = "Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up"
+        if self.saver.last is not None:
+            fix += f"; the checkpoint of step {self.saver.last} is from before"
+        elif self.worker.settings["checkpoint"]:
+            fix += "; the checkpoint that it went on from is from before"
+        return RunFailed(f"the loss became {self.loss} in step {step}", where="train", fix=fix)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 

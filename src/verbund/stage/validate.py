@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,22 @@ import torch
 from verbund import metrics, objectives
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
+from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
-from verbund.errors import InputError
+from verbund.errors import InputError, JobError
 from verbund.job import Job
 from verbund.mesh.replica import Replica
 from verbund.metrics.base import Gathered
 from verbund.stage.island import Island
+from verbund.stage.outputs import Outputs
 from verbund.stage.restore import restore
 
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
     island = Island.join(worker)
+    outputs = Outputs(island.task)
+    island = replace(island, task=outputs.watched)
     replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
@@ -39,7 +44,13 @@ def work(worker: Worker) -> dict[str, Any]:
         raise InputError("there is no validation data", where=str(source))
     worker.doing("validating", int(state["step"]))
     start = time.monotonic()
-    values = evaluate(replica, island.validation_set, island)
+    try:
+        values = evaluate(replica, island.validation_set, island)
+    except Exception as error:
+        prepared = Prepared.from_record(worker.settings["prepared"])
+        if problems := outputs.classes_without_output(island.job, prepared):
+            raise JobError(problems) from error
+        raise
     return {
         "step": state["step"],
         "samples": len(island.validation_set),
