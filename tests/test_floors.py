@@ -11,14 +11,14 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 
 # From the ground up. A longer prefix wins.
 FLOORS: list[tuple[str, ...]] = [
-    ("errors", "job", "task", "sums", "objectives", "metrics", "randomness"),
+    ("errors", "plain_json", "job", "job_problems", "task", "sums", "objectives", "metrics", "randomness"),
     ("data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
      "observe.energy", "observe.progress", "observe.directions"),
     ("cluster",),
     ("mesh", "exchange", "plan"),
     ("stage",),
     ("observe", "community", "interop"),
-    ("cli", "__main__", "__init__"),
+    ("cli", "answer", "__main__", "__init__"),
 ]  # fmt: skip
 
 # What a stage shows when it has ended stands above it; it is imported where it is called.

@@ -29,6 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from verbund import plain_json
 from verbund.checkpoint import durable
 from verbund.checkpoint.store import sweep
 from verbund.errors import InputError, RunFailed, VerbundError
@@ -226,7 +227,7 @@ class Run:
         seconds = summary.get("seconds") or {}
         facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
         if (last := loss.get("last")) is not None:
-            facts.append(f"loss {last:.6g}")
+            facts.append(f"training loss {last:.6g}")
         if (total := seconds.get("total")) is not None:
             facts.append(f"{total:.1f} s")
         if (rate := summary.get("samples_per_second")) is not None:
@@ -236,7 +237,7 @@ class Run:
             if isinstance(metric, dict) and isinstance(value := metric.get("last"), int | float):
                 best = metric.get("best")
                 tail = f" (best {best:.6g})" if isinstance(best, int | float) and best != value else ""
-                lines.append(f"{name}: {value:.6g}{tail}")
+                lines.append(f"validation {name}: {value:.6g}{tail}")
         lines.append(f"run: {self.path}")
         if self.report.is_file():
             lines.append(f"report: {self.report}")
@@ -297,7 +298,7 @@ class Run:
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
+    return plain_json.text(value).encode()
 
 
 def _unwritten(path: Path, error: OSError) -> VerbundError:

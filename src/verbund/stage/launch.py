@@ -78,7 +78,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
     run = Run.open(Path(directory))
     job = run.job
     if changes:
-        job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
+        job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = _notify(quiet)
     with run.lock(), _cluster(job) as cluster:
         for warning in run.changed_files():
@@ -410,9 +410,10 @@ def _train(
     try:
         results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
         if results[0].get("stopped_by") == "interrupt":
-            status = "interrupted"
+            status, cause = "interrupted", _stopped(run, results[0])
     except Failed as failed:
-        status, cause = "failed", _with_trace(failed)
+        cause = _with_trace(failed)
+        status = "interrupted" if isinstance(cause, Interrupted) else "failed"
         for failure in failed.failures:
             journal.event(
                 "failure",
@@ -433,13 +434,15 @@ def _train(
     if cause is not None:
         cause.run = run.path
         raise cause
-    if status == "interrupted":
-        raise Interrupted(
-            f"interrupted after step {results[0].get('steps')}",
-            where=str(run.path),
-            fix=f"`verbund resume {run.path}` continues",
-        )
     return run
+
+
+def _stopped(run: Run, result: dict[str, Any]) -> Interrupted:
+    return Interrupted(
+        f"interrupted after step {result.get('steps')}",
+        where=str(run.path),
+        fix=f"`verbund resume {run.path}` continues",
+    )
 
 
 def _board(run: Run, job: Job) -> Any:
