@@ -158,7 +158,7 @@ BAD = {
     "train: a directory in use": (2, ["train", "job.toml", "--run", "run"], "exists already"),
     "train: a run that fails": (1, ["train", "job.toml", "--set", "task=fails.py"], "the sun is down"),
     "resume: no run": (2, ["resume", "no"], "no such run"),
-    "resume: a bad change": (2, ["resume", "run", "--set", "train=5"], "arguments, train: must be a section"),
+    "resume: a bad change": (2, ["resume", "run", "--set", "train=5"], "arguments, train: must be a table"),
     "validate: no run": (2, ["validate", "no"], "no such run"),
     "validate: no such checkpoint": (2, ["validate", "run", "--step", "77"], "no checkpoint of step 77"),
     "validate: no such data": (2, ["validate", "run", "--data", "no.csv"], "no.csv"),
