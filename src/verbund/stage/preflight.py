@@ -112,4 +112,10 @@ def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
         notes.append(
             f"{idle} of {job.world} workers have nothing to do: a global batch of {size} samples is divided{unit}"
         )
+    cores = device.cores()
+    if job.world > cores and not torch.cuda.is_available():
+        notes.append(
+            f"{job.world} workers share {cores} core{'s' if cores != 1 else ''}: more workers than cores are slower, "
+            f"not faster; {cores} would do"
+        )
     return notes
