@@ -124,6 +124,12 @@ def test_an_unknown_key(key: str, meant: str | None) -> None:
     assert f"{key.partition('.')[0] if key.startswith('trian') else key}: unknown key. {hint}" in said(**{key: 1})
 
 
+def test_a_compiled_model_that_repeats_what_it_draws() -> None:
+    both = {"train.compile": True, "train.activation_checkpointing": True}
+    assert 'set `train.randomness = "worker"`' in said(**both)
+    assert build(**both, **{"train.randomness": "worker"}).train.compile
+
+
 def test_where_a_problem_is() -> None:
     raw = {**RAW, "train": {"steps": 0}}
     with pytest.raises(JobError) as caught:

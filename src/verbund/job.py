@@ -315,6 +315,11 @@ class Job(Section):
                 "`train.target` and `train.patience` need validation data: "
                 "give `data.validation` or `data.validation_fraction`"
             )
+        if train.compile and train.activation_checkpointing and train.randomness == "sample":
+            problems.append(
+                "`train.compile` with `train.activation_checkpointing` cannot key what is drawn by the sample: "
+                'leave one of them out, or set `train.randomness = "worker"`'
+            )
         if self.data.validation is not None and self.data.validation_fraction > 0:
             problems.append("give `data.validation` or `data.validation_fraction`, not both")
         if problems:
