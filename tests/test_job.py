@@ -89,7 +89,9 @@ def test_what_must_be(key: str, value: Any, words: str) -> None:
     [
         ("train.objective", "cross_entrpy", "cross_entropy"),
         ("train.objective.name", "mean_square_error", "mean_squared_error"),
+        ("train.objective", "MSE", "mean_squared_error"),
         ("train.schedule", "cosin", "cosine"),
+        ("train.precision", "float16", "fp16"),
         ("train.precision", "bf61", "bf16"),
         ("train.randomness", "sampel", "sample"),
         ("train.batch_norm", "globl", "global"),

@@ -16,7 +16,7 @@ from verbund.errors import Problem, nearest
 
 Section = type[BaseModel]
 
-# What other libraries call a key.
+# What other libraries call a key, or a choice.
 _SYNONYMS = {
     "batch_size": "train.global_batch",
     "batch": "train.global_batch",
@@ -38,6 +38,22 @@ _SYNONYMS = {
     "inputs": "data.input",
     "label": "data.target",
     "metrics": "validate.metrics",
+}
+_CHOICE_SYNONYMS = {
+    "mse": "mean_squared_error",
+    "mse_loss": "mean_squared_error",
+    "l2": "mean_squared_error",
+    "regression": "mean_squared_error",
+    "ce": "cross_entropy",
+    "nll": "cross_entropy",
+    "bce": "binary_cross_entropy",
+    "lm": "next_token",
+    "causal_lm": "next_token",
+    "float32": "fp32",
+    "32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
 }
 _SHOWN = 60
 
@@ -185,9 +201,12 @@ def _hint(job: Section, place: _Place) -> str:
 
 
 def _meant(annotation: Any, value: Any) -> str | None:
-    """For a misspelt choice: the nearest one."""
+    """For a misspelt choice: the one that was meant."""
     choices = [c for part in _members(annotation) if get_origin(part) is Literal for c in get_args(part)]
-    close = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    if not isinstance(value, str):
+        return None
+    synonym = _CHOICE_SYNONYMS.get(value.lower(), value)
+    close = get_close_matches(synonym, choices, n=1)
     return _did_you_mean(close) if close else None
 
 

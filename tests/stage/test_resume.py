@@ -48,9 +48,13 @@ def test_goes_on_as_if_nothing_had_happened(before: int, after: int, run_job: Ru
     assert run.summary["world"] == after
 
 
-def test_a_finished_run_has_nothing_left_to_do(run_job: RunJob) -> None:
+def test_a_finished_run_has_nothing_left_to_do(run_job: RunJob, capfd: pytest.CaptureFixture[str]) -> None:
     run = run_job(MLP, {"train.steps": 4})
-    again = launch.resume(run.path)
+    capfd.readouterr()
+    again = launch.resume(run.path, quiet=False)
+    shown = capfd.readouterr().err
+    assert "Nothing to do: the run has had its steps (4 steps). Raise `train.steps` to train on\n" in shown
+    assert "nan" not in shown
     assert again.summary["steps"] == 4
     assert losses(again) == losses(run)
 

@@ -163,6 +163,7 @@ def _job(job: Job) -> list[Finding]:
     steps = f"{facts.total_steps} steps" if facts.total_steps else "no bound on the steps"
     findings = [Finding("job", "ok", f"{samples}; {steps}; {facts.parameters:,} parameters")]
     need = facts.worker_bytes * job.world
-    findings.append(Finding("job memory", "ok", f"about {need / 1e6:.0f} MB for {job.world} workers besides torch"))
+    workers = f"{job.world} worker{'s' if job.world != 1 else ''}"
+    findings.append(Finding("job memory", "ok", f"about {need / 1e6:.0f} MB for {workers} besides torch"))
     findings += [Finding("job note", "warning", note) for note in facts.notes]
     return findings

@@ -81,6 +81,7 @@ class _Training:
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
+        self._first_step = self.step
         self.samples = int(state.get("samples", 0))
         self.best: float | None = state.get("best")
         self.best_step: int | None = state.get("best_step")
@@ -97,6 +98,11 @@ class _Training:
         """Trains until one of the job's ends is reached or a stop is asked for."""
         train, rank = self.job.train, self.rank
         reason = self._end_reached()
+        if reason is not None and rank == 0:
+            text = (
+                f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
+            )
+            self.worker.send("note", text=text)
         transform = augmentation(self.job, self.island.task)
         loader = Loader(
             self.island.train_set,
@@ -276,7 +282,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self.rank == 0:
+        if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
 
 
