@@ -8,55 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from conftest import MLP, MakeJob
-from verbund import cli
-from verbund.cluster.local import LocalCluster
+from conftest import MLP, Command, MakeJob
 from verbund.run import Run
-from verbund.stage import doctor, launch
-
-
-@dataclass
-class Ended:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """Standard output, which is one JSON object and nothing else."""
-        value = json.loads(self.out)
-        assert isinstance(value, dict)
-        return value
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Command]:
-    """Runs `verbund …` in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_processes", lambda: doctor.Finding("two workers", "ok", "not tried here"))
-    terminate = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["verbund", *arguments])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return Ended(int(left.value.code or 0), *capfd.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, terminate)
+from verbund.stage import launch
 
 
 @pytest.fixture

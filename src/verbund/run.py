@@ -238,9 +238,9 @@ class Run:
                 best = metric.get("best")
                 tail = f" (best {best:.6g})" if isinstance(best, int | float) and best != value else ""
                 lines.append(f"validation {name}: {value:.6g}{tail}")
-        lines.append(f"run: {self.path}")
+        lines.append(f"run: {_from_here(self.path)}")
         if self.report.is_file():
-            lines.append(f"report: {self.report}")
+            lines.append(f"report: {_from_here(self.report)}")
         return lines
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -295,6 +295,11 @@ class Run:
             where=str(self.path),
             fix="Wait for it, or stop it with Ctrl-C; it saves a checkpoint first",
         )
+
+
+def _from_here(path: Path) -> Path:
+    """The path as one would type it: relative if it is below the current directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _json(value: dict[str, Any]) -> bytes:
