@@ -175,6 +175,19 @@ def test_the_document_of_a_failed_run_is_its_summary(command: Command, trained: 
     assert told["failures"][0]["error"] == told["cause"]
 
 
+def test_the_report_of_a_run_that_goes_on_or_was_killed(command: Command, trained: Path) -> None:
+    run = Run.open(trained)
+    assert command("report", "run", "--json").document == {**run.summary, "report": str(run.report)}
+    run.begin_attempt()
+    with run.lock():
+        assert command("report", "run", "--json").document["status"] == "running"
+    killed = command("report", "run", "--json").document
+    assert killed["status"] == "failed"
+    assert killed["cause"]["what"] == "the run's process is gone, killed perhaps"
+    assert "goes on" not in run.report.read_text()
+    assert "killed perhaps" in run.report.read_text()
+
+
 def test_several_problems(command: Command, trained: Path) -> None:
     told = command("train", "job.toml", "--set", "train.steps=0", "--set", "train.epohcs=1", "--json")
     problems = told.document["cause"]["problems"]

@@ -195,9 +195,10 @@ def report(
 
 @app.command(epilog="Examples: `verbund doctor` · `verbund doctor job.toml`")
 def doctor(
-    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="Also check this job, as `train` would.")] = None,
+    job: Annotated[Path | None, typer.Argument(metavar="JOB", help="Also check this job, as `train` would.")] = None,
     settings: Settings = None,
     workers: Workers = None,
+    strategy: StrategyText = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -205,7 +206,7 @@ def doctor(
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, _changes(settings, workers, None, None)) if job else None
+    whole = Job.read(job, _changes(settings, workers, strategy, None)) if job else None
     findings = checks.examine(whole)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}

@@ -220,6 +220,21 @@ class Run:
         finally:
             os.close(descriptor)
 
+    @property
+    def being_trained(self) -> bool:
+        """Whether somebody holds `lock`."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def headline(self) -> list[str]:
         """The result in a few lines, for a terminal."""
         summary = self.summary

@@ -20,7 +20,7 @@ from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data.prepare import Prepared, check_columns, prepare
-from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, VerbundError
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
@@ -162,7 +162,7 @@ def predict(
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's summary and report anew from its journal; a run that goes on keeps its status `running`.
+    """Writes a run's report anew from its journal, also while the run goes on or after it was killed.
 
     Args:
         directory: the run.
@@ -177,14 +177,23 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
 
     run = Run.open(Path(directory))
     known = run.summary
+    if run.being_trained:
+        known = {"status": "running"}
+    elif not known or known.get("attempt", run.attempt) != run.attempt:  # the newest attempt left no summary
+        fix = f"`verbund resume {run.path}` continues from the last checkpoint"
+        known = {
+            "status": "failed",
+            "cause": ClusterLost("the run's process is gone, killed perhaps", fix=fix).record(),
+        }
     summary = summarise(
         run.path,
-        status=known.get("status", "running"),
+        status=known["status"],
         cause=known.get("cause"),
         strategy=run.job.strategy.model_dump(),
         world=run.job.world,
         ended_by=known.get("ended_by"),
     )
+    summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
@@ -468,6 +477,6 @@ def _sum_up(
         world=job.world,
         ended_by=result.get("stopped_by"),
     )
-    summary["warnings"] = warnings
+    summary |= {"attempt": run.attempt, "warnings": warnings}
     run.write_summary(summary)
     write_report(run.path, summary)
