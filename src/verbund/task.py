@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -84,8 +84,12 @@ def check(job: Job) -> list[Problem]:
     return []
 
 
-def load(job: Job) -> Task:
+def load(job: Job, columns: Sequence[str] = ()) -> Task:
     """Runs the task file and fills in what the job names.
+
+    Args:
+        job: names the file.
+        columns: those of the data, to name them to who has forgotten to.
 
     Raises:
         TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
@@ -111,8 +115,8 @@ def load(job: Job) -> Task:
     return Task(
         file=path,
         model=module.model,
-        inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
-        targets=getattr(module, "targets", None) or _default_targets(job, path),
+        inputs=getattr(module, "inputs", None) or _default_inputs(job, path, columns),
+        targets=getattr(module, "targets", None) or _default_targets(job, path, columns),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
         augment=getattr(module, "augment", None),
@@ -164,7 +168,7 @@ def _names(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
+def _default_inputs(job: Job, path: Path, columns: Sequence[str]) -> Callable[[Columns], Any]:
     import torch
 
     objective = job.train.objective
@@ -175,7 +179,11 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names and job.data.train is None:
         names = ["input"]
     if not names:
-        raise TaskError("no input: neither `data.input` in the job nor `inputs(batch)` here", where=str(path))
+        raise TaskError(
+            "no input: neither `data.input` in the job nor `inputs(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "input"),
+        )
     scales = job.data.scale
 
     def cast(batch: Columns, name: str) -> Tensor:
@@ -201,7 +209,7 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     return concatenated
 
 
-def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+def _default_targets(job: Job, path: Path, columns: Sequence[str]) -> Callable[[Columns], Any]:
     import torch
 
     objective = job.train.objective
@@ -215,7 +223,11 @@ def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names:
         if objective is None:
             return lambda batch: batch
-        raise TaskError("no target: neither `data.target` in the job nor `targets(batch)` here", where=str(path))
+        raise TaskError(
+            "no target: neither `data.target` in the job nor `targets(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "target"),
+        )
 
     def cast(value: Tensor) -> Tensor:
         if name == "cross_entropy":
@@ -233,6 +245,13 @@ def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
         return torch.cat([part.unsqueeze(-1) if part.dim() == 1 else part for part in parts], dim=-1)
 
     return stacked
+
+
+def _one_of(columns: Sequence[str], key: str) -> str | None:
+    if not columns:
+        return None
+    some = ", ".join(f"`{name}`" for name in columns[:8]) + (", …" if len(columns) > 8 else "")
+    return f"The data has {some}: name one or more as `{key}` in [data]"
 
 
 def _column(batch: Columns, name: str, path: Path) -> Tensor:

@@ -83,6 +83,8 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"data.train": "sklearn:digit"}, ["digit", "digits"]),
         ({"data.input": "z"}, ["`z`"]),
         ({"data.target": "yy"}, ["`yy`"]),
+        ({"data.input": None}, ["no input", "The data has `x`, `y`: name one or more as `input` in [data]"]),
+        ({"data.target": None}, ["no target", "The data has `x`, `y`: name one or more as `target` in [data]"]),
         ({"train.optimizer.name": "adamm"}, ["adamm", "dam"]),
         ({"train.optimizer.weight_decai": 0.1}, ["weight_decai", "weight_decay"]),
         ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
 from verbund.data.loader import Item, Loader
+from verbund.data.manifest import Manifest
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
@@ -36,9 +38,10 @@ def work(worker: Worker) -> dict[str, Any]:
         return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
     worker.supervise()
     worker.doing("checking the task", 0)
-    task = tasks.load(job)
-    device.use_threads(job.cluster.threads, job.world)
     prepared = Prepared.from_record(worker.settings["prepared"])
+    columns = Manifest.read(Path(prepared.train)).names if prepared.train is not None else []
+    task = tasks.load(job, columns)
+    device.use_threads(job.cluster.threads, job.world)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
     total = total_steps(job, order)
