@@ -111,8 +111,11 @@ class Objective(Section):
     shorthand = "name"
     name: Literal["cross_entropy", "binary_cross_entropy", "mean_squared_error", "next_token"]
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """cross_entropy and next_token: share of the target that goes to all classes alike."""
     class_weights: list[float] | None = None
+    """cross_entropy only: a weight per class."""
     ignore_index: int = -100
+    """cross_entropy and next_token: targets of this class do not count."""
 
 
 class Schedule(Section):
@@ -129,6 +132,7 @@ class Schedule(Section):
     every: Positive | None = None
     """Step: the rate is multiplied by `factor` every so many steps."""
     factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Step: see `every`."""
 
     @model_validator(mode="after")
     def _step_needs_every(self) -> Schedule:
@@ -151,6 +155,7 @@ class Patience(Section):
     metric: str = "loss"
     validations: Positive = 5
     minimum_gain: Annotated[float, Field(ge=0.0)] = 0.0
+    """What a metric must gain at least to have improved."""
 
 
 class Train(Section):
@@ -217,8 +222,10 @@ class Strategy(Section):
     """How the work is divided: a mesh inside an island, an exchange between islands."""
 
     mesh: Annotated[dict[str, int], Field(examples=[{"data": 2}])] = {}
+    """Workers per axis; this version has the axis `data`."""
     islands: int = 1
     exchange: str = "all_reduce"
+    """How islands combine what they learn; this version has one island, and so nothing to exchange."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -289,6 +296,7 @@ class Job(Section):
     name: str | None = None
     """Name of the run's directory; default: that of the job file."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the initial weights, the order, the split and all that is drawn."""
     data: Data = Data()
     train: Train = Train()
     validate_: Validate = Field(default=Validate(), alias="validate")

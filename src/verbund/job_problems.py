@@ -92,11 +92,11 @@ def problems(error: ValidationError, job: Section, document: Mapping[str, Any]) 
         elif place.field is None:
             found[key] = [Problem(key, "must be a job: a table of keys")]
         elif item["type"] == "missing" and place.whole:
-            found[key] = [Problem(key, f"is missing; it is {_must_be(place.field)}")]
+            found[key] = [Problem(key, f"is missing; it is {must_be(place.field)}")]
         else:
             value = _value(document, place.key)
             fix = _meant(place.field.annotation, value)
-            found[key] = [Problem(key, f"must be {_must_be(place.field)}, but is {shown(value)}", fix)]
+            found[key] = [Problem(key, f"must be {must_be(place.field)}, but is {shown(value)}", fix)]
     return [(key, problem) for key, each in found.items() for problem in each]
 
 
@@ -111,7 +111,7 @@ def section_at(job: Section, path: list[str]) -> Section | None:
 
 def shown(value: Any) -> str:
     """A value as the job file would have it, cut where it is long."""
-    text = _toml(value)
+    text = as_toml(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
@@ -217,15 +217,15 @@ def _did_you_mean(words: list[str]) -> str:
 # -- what it must be ----------------------------------------------------------------------------------------------
 
 
-def _must_be(field: FieldInfo) -> str:
+def must_be(field: FieldInfo) -> str:
     """What may stand there, e.g. `a whole number greater than 0`, with an example if the field has one."""
     members = _members(field.annotation)
     words = [_kind(member, field.metadata if len(members) == 1 else []) for member in members]
     section = _section(field.annotation)
     if section is not None and (short := getattr(section, "shorthand", None)) is not None:
-        words.insert(0, _must_be(_fields(section)[short]))
+        words.insert(0, must_be(_fields(section)[short]))
     text = " or ".join(dict.fromkeys(words))
-    return f"{text}, e.g. `{_toml(field.examples[0])}`" if field.examples else text
+    return f"{text}, e.g. `{as_toml(field.examples[0])}`" if field.examples else text
 
 
 def _kind(annotation: Any, metadata: list[Any]) -> str:
@@ -266,16 +266,16 @@ def _bounds(metadata: list[Any]) -> str:
     return "".join(f" {part}" for part in (" and ".join(filter(None, (low, high))),) if part)
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case str():
             return json.dumps(value, ensure_ascii=False)
         case list() | tuple():
-            return f"[{', '.join(map(_toml, value))}]"
+            return f"[{', '.join(map(as_toml, value))}]"
         case Mapping():
-            pairs = ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items())
+            pairs = ", ".join(f"{key} = {as_toml(inner)}" for key, inner in value.items())
             return f"{{ {pairs} }}" if pairs else "{}"
         case None:
             return "nothing"
