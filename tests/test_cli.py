@@ -83,7 +83,7 @@ def test_a_document_per_verb(command: Command, trained: Path) -> None:
     out = command("predict", "run", "data.npz", "--out", "p.parquet", "--json").document["predictions"]
     assert Path(out).is_file()
     findings = command("doctor", "--json").document["findings"]
-    assert {"what", "verdict", "found"} == set(findings[0])
+    assert {"what", "verdict", "found", "cause"} == set(findings[0])
 
 
 def test_the_tasks_own_prints_are_not_in_the_document(make_job: MakeJob, tmp_path: Path) -> None:

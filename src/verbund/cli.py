@@ -213,8 +213,8 @@ def doctor(
     return Answer(
         {
             "status": "failed" if failed else "done",
-            "cause": InputError(failed.found, where=failed.what).record() if failed else None,
-            "findings": [vars(finding) for finding in findings],
+            "cause": failed.record()["cause"] if failed else None,
+            "findings": [finding.record() for finding in findings],
         },
         list(lines.values()),
         [line for finding, line in lines.items() if finding.verdict != "ok"],

@@ -113,7 +113,7 @@ class Objective(Section):
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """cross_entropy and next_token: share of the target that goes to all classes alike."""
     class_weights: list[float] | None = None
-    """cross_entropy only: a weight per class."""
+    """cross_entropy and next_token: a weight per class."""
     ignore_index: int = -100
     """cross_entropy and next_token: targets of this class do not count."""
 
