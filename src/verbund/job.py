@@ -351,7 +351,9 @@ class Job(Section):
         except FileNotFoundError:
             raise JobError([Problem(str(path), "no such job file", "`verbund init NAME` writes one")]) from None
         except IsADirectoryError:
-            raise JobError([Problem(str(path), "is a folder, not a job file")]) from None
+            inside = path / "job.toml"
+            fix = f"There is {inside}" if inside.is_file() else None
+            raise JobError([Problem(str(path), "is a folder, not a job file", fix)]) from None
         except (OSError, UnicodeDecodeError) as error:
             raise JobError([Problem(str(path), f"cannot be read: {error}")]) from None
         except tomllib.TOMLDecodeError as error:

@@ -88,7 +88,8 @@ class Run:
         if not path.is_dir():
             raise InputError("is a file, not a run's directory", where=str(path), fix="`train` takes job files")
         if not (path / "job.toml").is_file() or not (path / "origin.json").is_file():
-            raise InputError("is not a run's directory: it has no job.toml and origin.json", where=str(path))
+            fix = f"The newest run is {path / _LATEST}" if (path / _LATEST).exists() else None
+            raise InputError("is not a run's directory: it has no job.toml and origin.json", where=str(path), fix=fix)
         return Run(path.resolve())
 
     @property

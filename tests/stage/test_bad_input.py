@@ -16,6 +16,7 @@ from verbund.run import Run
 from verbund.stage import launch
 
 RunJob = Callable[..., Run]
+TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics": ["accuracy"]}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,12 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),
         ({"train.optimizer.groups": [{"match": "*.weihgt", "lr": 0.1}]}, ["*.weihgt"]),
         ({"validate.metrics": ["acuracy"]}, ["acuracy", "accuracy"]),
+        (
+            {**TO_TARGET, "train.target": {"metric": "acc", "value": 0.5}},
+            ["train.target.metric", "`acc`", "Known: accuracy, loss"],
+        ),
+        ({**TO_TARGET, "train.patience": {"metric": "top_3"}}, ["train.patience.metric: `top_3` is no metric"]),
+        ({**TO_TARGET, "train.patience": {"metric": "f1"}}, ["Add it to `validate.metrics`"]),
         ({"train.schedule.name": "cosine", "train.steps": None, "train.seconds": 5.0}, ["schedule"]),
     ],
 )

@@ -146,6 +146,9 @@ def predict(
     target = Path(out) if out else run.path / "predictions.parquet"
     if not target.parent.is_dir():
         raise InputError(f"no such folder: {target.parent}", where="--out")
+    if target.is_dir() or target.suffix not in ("", ".parquet"):
+        what = "is a folder" if target.is_dir() else f"ends in {target.suffix}, but predictions are Parquet"
+        raise InputError(f"`{out}` {what}", where="--out", fix="Name a file that ends in .parquet")
     job = _evaluation_job(run.job, data, workers)
     source = _chosen(run, step)
     with _cluster(job) as cluster:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verbund import metrics
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
@@ -16,7 +17,7 @@ from verbund.data.manifest import Manifest
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
-from verbund.errors import InputError, Problem
+from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
@@ -41,6 +42,8 @@ def work(worker: Worker) -> dict[str, Any]:
     prepared = Prepared.from_record(worker.settings["prepared"])
     columns = Manifest.read(Path(prepared.train)).names if prepared.train is not None else []
     task = tasks.load(job, columns)
+    if task.metrics is None and (problems := _unmeasured(job)):
+        return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
     device.use_threads(job.cluster.threads, job.world)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
@@ -76,6 +79,17 @@ def total_steps(job: Job, order: Order) -> int | None:
     """The optimiser steps of the whole training, as far as epochs and steps bound it."""
     ends = [job.train.steps, job.train.epochs * order.tickets_per_epoch if job.train.epochs else None]
     return min((end for end in ends if end is not None), default=None)
+
+
+def _unmeasured(job: Job) -> list[Problem]:
+    """Metrics that end the training, but that validation will not measure."""
+    measured = [metric.name for metric in wanted(job)]
+    problems = []
+    for key, end in (("target", job.train.target), ("patience", job.train.patience)):
+        if end is not None and end.metric not in measured:
+            fix = "Add it to `validate.metrics`" if end.metric in metrics.NAMES else nearest(end.metric, measured)
+            problems.append(Problem(f"train.{key}.metric", f"`{end.metric}` is no metric of this job", fix))
+    return problems
 
 
 def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:

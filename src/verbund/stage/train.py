@@ -13,7 +13,7 @@ import numpy as np
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
-from verbund.errors import RunFailed
+from verbund.errors import InputError, RunFailed
 from verbund.mesh.replica import Replica
 from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
@@ -290,5 +290,5 @@ def _metric(metrics: dict[str, Any], name: str) -> float:
     value = metrics.get(name)
     if not isinstance(value, (int, float)):
         known = ", ".join(key for key, v in metrics.items() if isinstance(v, (int, float)))
-        raise RunFailed(f"`{name}` is no metric of this job", where="train.target", fix=f"There are: {known}")
+        raise InputError(f"`{name}` is no metric of this job", where="train", fix=f"Those that are numbers: {known}")
     return float(value)
