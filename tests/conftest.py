@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verbund import task
+from verbund import cli, task
 from verbund.cluster.local import LocalCluster
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage import launch
+from verbund.stage import doctor, launch
 
 MLP = """
 from torch import nn
@@ -110,6 +114,43 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> 
             return value
         time.sleep(0.01)
     raise AssertionError(f"{what} did not come")
+
+
+@dataclass
+class Ended:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output, which is one JSON object and nothing else."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """Runs `verbund …` in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "_processes", lambda: doctor.Finding("two workers", "ok", "not tried here"))
+    terminate = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["verbund", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return Ended(int(left.value.code or 0), *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, terminate)
 
 
 def losses(run: Run) -> list[float]:

@@ -124,7 +124,8 @@ class JobError(InputError):
 
     def record(self) -> dict[str, Any]:
         problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in self.problems]
-        return {"kind": "JobError", "what": self.what, "where": None, "fix": None, "problems": problems}
+        first = problems[0] if len(problems) == 1 else {"where": None, "what": self.what, "fix": None}
+        return {"kind": "JobError", **first, "problems": problems}
 
 
 _KINDS: dict[str, type[VerbundError]] = {

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,8 +147,12 @@ def _bound(node: ast.AST) -> Iterator[str]:
             yield from _bound(child)
 
 
-def load(job: Job) -> Task:
+def load(job: Job, columns: Sequence[str] = ()) -> Task:
     """Runs the task file, or finds the Hugging Face model, and fills in what the job names.
+
+    Args:
+        job: names the file.
+        columns: those of the data, to name them to who has forgotten to.
 
     Raises:
         TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
@@ -179,8 +183,8 @@ def load(job: Job) -> Task:
     return Task(
         file=path,
         model=_named_errors(module.model, path),
-        inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
-        targets=getattr(module, "targets", None) or default_targets(job, path),
+        inputs=getattr(module, "inputs", None) or _default_inputs(job, path, columns),
+        targets=getattr(module, "targets", None) or default_targets(job, path, columns),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
         augment=_augment(module, path),
@@ -270,7 +274,7 @@ def _names(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
+def _default_inputs(job: Job, path: Path, columns: Sequence[str]) -> Callable[[Columns], Any]:
     import torch
 
     objective = job.train.objective
@@ -281,7 +285,11 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names and job.data.train is None:
         names = ["input"]
     if not names:
-        raise TaskError("no input: neither `data.input` in the job nor `inputs(batch)` here", where=str(path))
+        raise TaskError(
+            "no input: neither `data.input` in the job nor `inputs(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "input"),
+        )
     scales = job.data.scale
 
     def cast(batch: Columns, name: str) -> Tensor:
@@ -307,7 +315,7 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     return concatenated
 
 
-def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+def default_targets(job: Job, path: Path, columns: Sequence[str] = ()) -> Callable[[Columns], Any]:
     """What the loss compares with, from `data.target` and the objective."""
     import torch
 
@@ -322,7 +330,11 @@ def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names:
         if objective is None:
             return lambda batch: batch
-        raise TaskError("no target: neither `data.target` in the job nor `targets(batch)` here", where=str(path))
+        raise TaskError(
+            "no target: neither `data.target` in the job nor `targets(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "target"),
+        )
 
     def cast(value: Tensor) -> Tensor:
         if name == "cross_entropy":
@@ -340,6 +352,13 @@ def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
         return torch.cat([part.unsqueeze(-1) if part.dim() == 1 else part for part in parts], dim=-1)
 
     return stacked
+
+
+def _one_of(columns: Sequence[str], key: str) -> str | None:
+    if not columns:
+        return None
+    some = ", ".join(f"`{name}`" for name in columns[:8]) + (", …" if len(columns) > 8 else "")
+    return f"The data has {some}: name one or more as `{key}` in [data]"
 
 
 def column_of(batch: Columns, name: str, path: Path) -> Tensor:

@@ -19,6 +19,7 @@ from verbund.observe.journal import Floats, ProcessJournal, read
 from verbund.observe.pipeline import measure, pipelines
 from verbund.observe.timeline import KINDS, Timeline, merge
 from verbund.observe.verdict import held_back
+from verbund.plain_json import finite
 
 CURVE_POINTS = 2000
 _HOW = "payload bytes of the processes' TCP connections, counted by the kernel"
@@ -67,6 +68,7 @@ def summarise(
     generations = sorted({j.generation for j in journals})
     summary: dict[str, Any] = {
         "status": status,
+        "run": str(run_dir.resolve()),
         "cause": dict(cause) if cause else None,
         "ended_by": ended_by,
         "strategy": dict(strategy or {}),
@@ -90,7 +92,7 @@ def summarise(
         "notes": notes(journals),
         "not_measured": _not_measured(journals, timeline, pipeline),
     }
-    clean: dict[str, Any] = _finite(summary)
+    clean: dict[str, Any] = finite(summary)
     return clean
 
 
@@ -372,14 +374,3 @@ def _names(names: Sequence[str]) -> str:
 def _wall(event: Mapping[str, Any]) -> float:
     wall = event.get("wall")
     return float(wall) if isinstance(wall, (int, float)) and not isinstance(wall, bool) else 0.0
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as None: JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value

@@ -8,6 +8,7 @@ everywhere, and so does a pass after one that moved torch's own generator behind
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -166,6 +167,8 @@ class SampleRandomness:
         if not self._model.training:
             return
         current.training = True
+        if not self._searched:
+            _hide_from_compiler()
         if not self._searched or (self._suspicious and self._passes >= self._next_search):
             current.searching = True
             self._watch(set(self._modules))
@@ -445,6 +448,16 @@ class _Watched(Override):
                 current.moded = False
         finally:
             current.name = outer
+
+
+def _hide_from_compiler() -> None:
+    """Torch's compiler, if it is there, passes by what draws: seed, step and uses would be constants in its graph."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    kinds: tuple[type[Override], ...] = (_KeyedDropout, _KeyedRecurrent, _Watched)
+    for kind in kinds:
+        if not hasattr(kind.__call__, "_torchdynamo_disable"):
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
 class _Mode(TorchFunctionMode):

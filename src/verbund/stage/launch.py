@@ -89,7 +89,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
     run = Run.open(Path(directory))
     job = run.job
     if changes:
-        job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
+        job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = _notify(quiet)
     with run.lock():
         source, warnings = _newest(run)
@@ -199,7 +199,7 @@ def predict(
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's summary and report anew from its journal; a run that goes on keeps its status `running`.
+    """Writes a run's report anew from its journal, also while the run goes on or after it was killed.
 
     Args:
         directory: the run.
@@ -214,14 +214,23 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
 
     run = Run.open(Path(directory))
     known = run.summary
+    if run.being_trained:
+        known = {"status": "running"}
+    elif not known or known.get("attempt", run.attempt) != run.attempt:  # the newest attempt left no summary
+        fix = f"`verbund resume {run.path}` continues from the last checkpoint"
+        known = {
+            "status": "failed",
+            "cause": ClusterLost("the run's process is gone, killed perhaps", fix=fix).record(),
+        }
     summary = summarise(
         run.path,
-        status=known.get("status", "running"),
+        status=known["status"],
         cause=known.get("cause"),
         strategy=run.job.strategy.model_dump(),
         world=run.job.world,
         ended_by=known.get("ended_by"),
     )
+    summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
@@ -494,8 +503,6 @@ def _train(
     result: dict[str, Any] = {}
     try:
         result = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))[0]
-        if result["stopped_by"] == "interrupt":
-            status = "interrupted"
     except Failed as failed:
         cause = _with_trace(failed)
         if isinstance(cause, ClusterLost):
@@ -520,8 +527,10 @@ def _train(
         journal.totals("energy", joules=joules, how=meter.how)
     if cause is None:
         cause = _not_kept(run, commits, result["steps"], generation, job.world)
+        if cause is None and result["stopped_by"] == "interrupt":
+            cause = _stopped(run, result)
     if cause is not None:
-        status = "failed"
+        status = "interrupted" if isinstance(cause, Interrupted) else "failed"
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
     try:
@@ -532,12 +541,6 @@ def _train(
         cause = cause or error  # the first one
     if cause is not None:
         raise cause
-    if status == "interrupted":
-        raise Interrupted(
-            f"interrupted after step {result['steps']}",
-            where=str(run.path),
-            fix=f"`verbund resume {run.path}` continues",
-        )
     if interrupts.count:
         raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
@@ -563,6 +566,14 @@ def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
         raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
 
 
+def _stopped(run: Run, result: dict[str, Any]) -> Interrupted:
+    return Interrupted(
+        f"interrupted after step {result.get('steps')}",
+        where=str(run.path),
+        fix=f"`verbund resume {run.path}` continues",
+    )
+
+
 def _board(run: Run, job: Job) -> Any:
     """What writes TensorBoard's event files while the run goes on, if the job wants them."""
     if not job.observe.tensorboard:
@@ -586,6 +597,6 @@ def _sum_up(
         world=job.world,
         ended_by=result.get("stopped_by"),
     )
-    summary["warnings"] = warnings
+    summary |= {"attempt": run.attempt, "warnings": warnings}
     run.write_summary(summary)
     write_report(run.path, summary)

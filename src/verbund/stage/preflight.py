@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from verbund import metrics
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
+from verbund.data.manifest import Manifest
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
-from verbund.errors import InputError, Problem
+from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.replica import Replica
@@ -33,9 +36,12 @@ def work(worker: Worker) -> dict[str, Any]:
         return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
     worker.supervise()
     worker.doing("checking the task", 0)
-    task = tasks.load(job)
-    device.use_threads(job.cluster.threads, job.world)
     prepared = Prepared.from_record(worker.settings["prepared"])
+    columns = Manifest.read(Path(prepared.train)).names if prepared.train is not None else []
+    task = tasks.load(job, columns)
+    if task.metrics is None and (problems := _unmeasured(job)):
+        return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
+    device.use_threads(job.cluster.threads, job.world)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
     total = total_steps(job, order)
@@ -74,6 +80,17 @@ def total_steps(job: Job, order: Order) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
+def _unmeasured(job: Job) -> list[Problem]:
+    """Metrics that end the training, but that validation will not measure."""
+    measured = [metric.name for metric in wanted(job)]
+    problems = []
+    for key, end in (("target", job.train.target), ("patience", job.train.patience)):
+        if end is not None and end.metric not in measured:
+            fix = "Add it to `validate.metrics`" if end.metric in metrics.NAMES else nearest(end.metric, measured)
+            problems.append(Problem(f"train.{key}.metric", f"`{end.metric}` is no metric of this job", fix))
+    return problems
+
+
 def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
@@ -96,5 +113,11 @@ def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
         notes.append(
             f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
             f"divided{unit}"
+        )
+    cores = device.cores()
+    if job.world > cores and not torch.cuda.is_available():
+        notes.append(
+            f"{job.world} workers share {cores} core{'s' if cores != 1 else ''}: more workers than cores are slower, "
+            f"not faster; {cores} would do"
         )
     return notes

@@ -13,7 +13,7 @@ import numpy as np
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
-from verbund.errors import RunFailed
+from verbund.errors import InputError, RunFailed
 from verbund.mesh.replica import Replica
 from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
@@ -81,6 +81,7 @@ class _Training:
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
+        self._first_step = self.step
         self.samples = int(state.get("samples", 0))
         self.best: float | None = state.get("best")
         self.best_step: int | None = state.get("best_step")
@@ -97,6 +98,11 @@ class _Training:
         """Trains until one of the job's ends is reached or a stop is asked for."""
         train, rank = self.job.train, self.rank
         reason = self._end_reached()
+        if reason is not None and rank == 0:
+            text = (
+                f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
+            )
+            self.worker.send("note", text=text)
         transform = augmentation(self.job, self.island.task)
         loader = Loader(
             self.island.train_set,
@@ -271,7 +277,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self.rank == 0 and not math.isnan(self.loss):  # of a run without a step of its own
+        if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
 
 
@@ -279,5 +285,5 @@ def _metric(metrics: dict[str, Any], name: str) -> float:
     value = metrics.get(name)
     if not isinstance(value, (int, float)):
         known = ", ".join(key for key, v in metrics.items() if isinstance(v, (int, float)))
-        raise RunFailed(f"`{name}` is no metric of this job", where="train.target", fix=f"There are: {known}")
+        raise InputError(f"`{name}` is no metric of this job", where="train", fix=f"Those that are numbers: {known}")
     return float(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli_w
 
+from verbund.errors import from_record
 from verbund.observe.journal import HELD
 from verbund.observe.report import lanes
 from verbund.observe.report.curve import curve
@@ -48,10 +49,7 @@ def heading(name: str, summary: Mapping[str, Any], settings: Mapping[str, Any]) 
     parts = [f"<header><h1>{escape(name)} {shown}</h1>{lead}"]
     cause = summary.get("cause")
     if isinstance(cause, Mapping):
-        where = f"{cause['where']}: " if cause.get("where") else ""
-        fix = f" {cause['fix']}." if cause.get("fix") else ""
-        words = f"{where}{cause.get('what')}.{fix}"
-        parts.append(f'<p class="cause" role="alert">{prose(words)}</p>')
+        parts.append(f'<p class="cause" role="alert">{prose(str(from_record(dict(cause))))}</p>')
     cards = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _cards(summary))
     parts.append(f'<dl class="cards">{cards}</dl></header>')
     return "".join(parts)
