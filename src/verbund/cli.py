@@ -181,6 +181,38 @@ def doctor(
         raise typer.Exit(InputError.exit_status)
 
 
+@app.command(
+    epilog="Examples: `verbund export runs/latest --out model` · `verbund export runs/latest --out model "
+    "--format state-dict --step 200`"
+)
+def export(
+    run: RunDirectory,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="A new or empty folder.")],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORM",
+            help="hf: a Hugging Face folder; state-dict: model.pt for torch.load; safetensors: model.safetensors. "
+            "Default: hf if the model is one of transformers, else safetensors.",
+        ),
+    ] = None,
+    step: Step = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average in place of the weights.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a run's model in a form that other programs read."""
+    from verbund.stage import launch
+
+    result = launch.export(run, out, form=form, step=step, ema=ema)
+    if as_json:
+        _print_json(result)
+        return
+    size = f"{result['tensors']} tensors, {result['bytes'] / 1e6:.1f} MB"
+    print(f"{result['folder']}: {result['format']} of step {result['step']}, {size}")  # noqa: T201
+
+
 def _changes(
     settings: list[str] | None, workers: int | None, strategy: str | None, cluster: str | None
 ) -> dict[str, Any]:
