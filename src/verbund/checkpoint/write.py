@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verbund.checkpoint import durable
 from verbund.checkpoint.manifest import DTYPES
@@ -99,22 +101,13 @@ def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str
     keys = [_key(piece) for piece in shard]
     if len(set(keys)) != len(keys):
         raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is given twice")
-    # Wide dtypes first, as the library does: every tensor is then aligned in the mapped file.
-    order = sorted(range(len(shard)), key=lambda i: -shard[i].values.element_size())
-    header: dict[str, Any] = {}
-    end = 0
-    for i in order:
-        start, end = end, end + shard[i].values.nbytes
-        code = DTYPES[dtype_name(shard[i].dtype)][0]
-        header[keys[i]] = {"dtype": code, "shape": list(shard[i].length), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    head, order = header([(key, dtype_name(p.dtype), p.length) for key, p in zip(keys, shard, strict=True)])
     digest = hashlib.sha256()
     size = 0
     with open(path, "wb", buffering=_BUFFER) as file:
         for content in (
-            memoryview(struct.pack("<Q", len(encoded)) + encoded),
-            *(_raw(shard[i]) for i in order),
+            memoryview(head),
+            *(raw_bytes(shard[i].values) for i in order),
         ):
             for at in range(0, len(content), _CHUNK):
                 chunk = content[at : at + _CHUNK]
@@ -126,13 +119,36 @@ def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str
     return digest.hexdigest(), size, keys
 
 
+def header(
+    entries: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """The beginning of a safetensors file that holds tensors of these keys, dtypes and shapes.
+
+    Returns:
+        the bytes up to the first tensor, and the order in which the tensors follow.
+    """
+    # Wide dtypes first, as the library does: every tensor is then aligned in the mapped file.
+    order = sorted(range(len(entries)), key=lambda i: -DTYPES[entries[i][1]][1])
+    described: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for i in order:
+        key, dtype, shape = entries[i]
+        code, width = DTYPES[dtype]
+        start, end = end, end + width * math.prod(shape)
+        described[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(described, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded, order
+
+
 def _key(piece: Piece) -> str:
     whole = f"{piece.kind}/{piece.name}"
     return whole if tuple(piece.length) == tuple(piece.shape) else f"{whole}{piece.box}"
 
 
-def _raw(piece: Piece) -> memoryview:
-    if not piece.values.numel():
+def raw_bytes(values: Tensor) -> memoryview:
+    """A tensor's values as they lie in a file."""
+    if not values.numel():
         return memoryview(b"")
-    flat = piece.values.detach().to("cpu").contiguous().reshape(-1)
+    flat = values.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

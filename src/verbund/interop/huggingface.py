@@ -158,6 +158,19 @@ def load(job: Job) -> Task:
     )
 
 
+def skeleton(job: Job) -> nn.Module:
+    """The model without values, as its own config describes it."""
+    import torch
+    import transformers
+
+    path = materialise(job, lambda _: None)
+    kind = _kind(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, kind).from_config(config, dtype=torch.float32)
+    return model
+
+
 def _model(path: Path, kind: str) -> nn.Module:
     import torch
     import transformers

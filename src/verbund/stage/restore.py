@@ -31,7 +31,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
             held = list(replica.pieces(kind))
-            _same_names(kind, replica.all_names(kind), set(checkpoint.names(kind)), path)
+            same_names(kind, replica.all_names(kind), set(checkpoint.names(kind)), path)
             for piece in held:
                 name = piece.name
                 source = "ema" if kind == "parameters" and name in averaged else kind
@@ -58,7 +58,12 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     return state
 
 
-def _same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:
+def same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:
+    """Checks that a model and a checkpoint have the same tensors of this kind.
+
+    Raises:
+        CheckpointError: naming those that only one of them has.
+    """
     missing, unknown = sorted(model - saved), sorted(saved - model)
     if missing or unknown:
         parts = []
