@@ -45,9 +45,7 @@ Workers = Annotated[
 ]
 StrategyText = Annotated[
     str | None,
-    typer.Option(
-        "--strategy", metavar="TEXT", help="Axes of the mesh, e.g. data=2 or tensor=2,pipeline=2; others are 1."
-    ),
+    typer.Option("--strategy", metavar="TEXT", help="Axes of the mesh: data=2 or tensor=2,pipeline=2; others 1."),
 ]
 ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
 Step = Annotated[
