@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 
+import models
 from verbund.cluster.local import LocalCluster
 from verbund.errors import InputError
 from verbund.job import parse_strategy

@@ -75,7 +75,7 @@ class DryRun:
         """
         self._check_groups()
         low, high = self._first_pass()
-        batch = self._attempt(lambda: self._batch(low, high))
+        self.batch = batch = self._attempt(lambda: self._batch(low, high))
         before = _versions(self.replica)
         self._attempt(lambda: self._step(batch))
         self._check_finite(batch)

@@ -50,8 +50,10 @@ class Facts:
     parameters: int
     worker_bytes: int
     notes: list[str]
-    costs: list[float] | None = None
+    costs: list[float] | None
     """Seconds of each layer at which a pipeline may be cut."""
+    other_meshes: dict[str, int]
+    """What a worker would need under other meshes of as many workers, in bytes."""
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -414,13 +416,18 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     facts = Facts(**result["facts"])
     available = _available_bytes()
     need = facts.worker_bytes * job.world
+    divided = job.world > job.strategy.mesh.get("data", 1)
     if available is not None and need > available:
         fit = max(available // max(facts.worker_bytes, 1), 0)
+        fixes = [f"use at most {fit} workers"] if fit and not divided else []
+        fixes += [f"use the mesh {name}" for name, size in facts.other_meshes.items() if size * job.world <= available]
         raise InputError(
-            f"{job.world} workers need about {need / 1e9:.1f} GB of memory (measured in a dry run of one), "
-            f"{available / 1e9:.1f} GB are free",
+            f"{job.world} worker{'s' if job.world > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
+            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free",
             where="strategy.mesh",
-            fix=(f"Use at most {fit} workers" if fit else "Use a smaller model") + ", or a smaller `train.micro_batch`",
+            fix=", or ".join(
+                [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
+            ),
         )
     return facts
 
