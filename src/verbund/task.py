@@ -1,4 +1,5 @@
-"""The task: what the user gives. A Python file with plain functions; only `model` is required.
+"""The task: what the user gives. A Python file with plain functions, of which only `model` is required; or a Hugging
+Face model (`hf:PATH`, see `verbund.interop.huggingface`).
 
     model() -> nn.Module
     inputs(batch) -> a tensor, tuple or dict    what the model is called with      default: `data.input`
@@ -8,6 +9,8 @@
     augment(batch, random) -> batch             training only, randomness keyed by the sample
     dataset() -> map-style torch Dataset        in place of `data.train`
     validation_dataset() -> Dataset             in place of `data.validation`
+    tensor_plan() -> dict                       how the axis `tensor` cuts modules   default: detection
+    pipeline_plan() -> list[str]                modules at which stages may begin    default: children of ModuleLists
     couples = True                              samples interact in the loss: see `train.group`
 
 `batch` is a dict of column name to tensor, dimension 0 being the sample.
@@ -20,6 +23,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +37,19 @@ if TYPE_CHECKING:
     from verbund.sums import Sums
 
 Columns = dict[str, Any]
-FUNCTIONS = ("model", "inputs", "targets", "loss", "metrics", "augment", "dataset", "validation_dataset")
+HUGGING_FACE = "hf:"
+FUNCTIONS = (
+    "model",
+    "inputs",
+    "targets",
+    "loss",
+    "metrics",
+    "augment",
+    "dataset",
+    "validation_dataset",
+    "tensor_plan",
+    "pipeline_plan",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class Task:
     couples: bool
     own: frozenset[str]
     """Which of the functions the file itself has."""
+    tensor_plan: Callable[[], dict[str, Any]] | None = None
+    pipeline_plan: Callable[[], list[str]] | None = None
 
     def build(self) -> nn.Module:
         """Calls the user's `model()`.
@@ -71,7 +89,11 @@ class Task:
 
 def check(job: Job) -> list[Problem]:
     """What can be said of the task without importing it."""
-    if job.task.startswith(("hf:", "keras:")):
+    if job.task.startswith(HUGGING_FACE):
+        from verbund.interop import huggingface
+
+        return huggingface.check(job)
+    if job.task.startswith("keras:"):
         return [Problem("task", f"`{job.task}` is not available in this version", "Name a Python file with `model()`")]
     path = job.path(job.task)
     if not path.is_file():
@@ -87,6 +109,8 @@ def check(job: Job) -> list[Problem]:
 
 def functions(job: Job) -> frozenset[str]:
     """Which of `FUNCTIONS` the task file has, read off its text without running it; all where it imports `*`."""
+    if job.task.startswith(HUGGING_FACE):
+        return frozenset(("model",))
     try:
         tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -108,14 +132,33 @@ def _bound(node: ast.AST) -> Iterator[str]:
             yield from _bound(child)
 
 
+def needs_transformers(job: Job) -> bool:
+    """Whether the task's model is one of the package transformers, as far as the text tells."""
+    if find_spec("transformers") is None:
+        return False
+    if job.task.startswith(HUGGING_FACE):
+        return True
+    try:
+        tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return False
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    return any(name.split(".")[0] == "transformers" for name in imported)
+
+
 def load(job: Job) -> Task:
-    """Runs the task file and fills in what the job names.
+    """Runs the task file, or finds the Hugging Face model, and fills in what the job names.
 
     Raises:
         TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
     """
     for problem in check(job):
         raise TaskError(problem.what, where=problem.where, fix=problem.fix)
+    if job.task.startswith(HUGGING_FACE):
+        from verbund.interop import huggingface
+
+        return huggingface.load(job)
     path = job.path(job.task).resolve()
     module = _execute(path)
     for name in FUNCTIONS:
@@ -137,12 +180,14 @@ def load(job: Job) -> Task:
         file=path,
         model=_named_errors(module.model, path),
         inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
-        targets=getattr(module, "targets", None) or _default_targets(job, path),
+        targets=getattr(module, "targets", None) or default_targets(job, path),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
         augment=_augment(module, path),
         dataset=_dataset(module, job, path),
         validation_dataset=_named_errors(validation, path) if validation is not None else None,
+        tensor_plan=getattr(module, "tensor_plan", None),
+        pipeline_plan=getattr(module, "pipeline_plan", None),
         couples=bool(getattr(module, "couples", False)),
         own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )
@@ -231,7 +276,7 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     objective = job.train.objective
     if objective is not None and objective.name == "next_token":
         column = next(iter(_names(job.data.input)), "tokens")
-        return lambda batch: _column(batch, column, path)[:, :-1].long()
+        return lambda batch: column_of(batch, column, path)[:, :-1].long()
     names = _names(job.data.input)
     if not names and job.data.train is None:
         names = ["input"]
@@ -240,7 +285,7 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     scales = job.data.scale
 
     def cast(batch: Columns, name: str) -> Tensor:
-        value = _column(batch, name, path)
+        value = column_of(batch, name, path)
         scale = scales.get(name, 1.0)
         numbers = value.to(torch.float32)
         numbers = numbers.unsqueeze(-1) if numbers.dim() == 1 else numbers
@@ -262,14 +307,15 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     return concatenated
 
 
-def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+    """What the loss compares with, from `data.target` and the objective."""
     import torch
 
     objective = job.train.objective
     name = objective.name if objective is not None else None
     if name == "next_token":
         column = next(iter(_names(job.data.input)), "tokens")
-        return lambda batch: _column(batch, column, path)[:, 1:].long()
+        return lambda batch: column_of(batch, column, path)[:, 1:].long()
     names = _names(job.data.target)
     if not names and job.data.train is None:
         names = ["target"]
@@ -287,16 +333,21 @@ def _default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
 
     if len(names) == 1:
         (only,) = names
-        return lambda batch: cast(_column(batch, only, path))
+        return lambda batch: cast(column_of(batch, only, path))
 
     def stacked(batch: Columns) -> Tensor:
-        parts = [cast(_column(batch, column, path)) for column in names]
+        parts = [cast(column_of(batch, column, path)) for column in names]
         return torch.cat([part.unsqueeze(-1) if part.dim() == 1 else part for part in parts], dim=-1)
 
     return stacked
 
 
-def _column(batch: Columns, name: str, path: Path) -> Tensor:
+def column_of(batch: Columns, name: str, path: Path) -> Tensor:
+    """A column of a batch.
+
+    Raises:
+        TaskError: if there is none of that name.
+    """
     try:
         value: Tensor = batch[name]
     except KeyError:

@@ -53,7 +53,7 @@ def convert(
     parts.append([model.manifest.fingerprint, *model.manifest.names] if model is not None else None)
     fill: Callable[[str, Path], Manifest]
     if found.kind == "text":
-        tokenizer = Tokenizer(data.tokenizer, folder)
+        tokenizer = Tokenizer(data.tokenizer or "bytes", folder)
         parts += [tokenizer.identity, data.sequence]
         fill = partial(_tokens, found, data.sequence, tokenizer)
     elif found.kind == "images":

@@ -40,8 +40,11 @@ class Prepared:
 
 def cache_of(data: Data) -> Path:
     """The folder of converted data."""
-    if data.cache is not None:
-        return Path(data.cache).expanduser()
+    return Path(data.cache).expanduser() if data.cache is not None else default_cache()
+
+
+def default_cache() -> Path:
+    """The folder of converted data of jobs that name none."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "verbund"
 

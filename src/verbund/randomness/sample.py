@@ -114,6 +114,8 @@ class SampleRandomness:
         self._passes = 0
         self._pause = 1
         self._next_search = 0
+        self._shapes: dict[tuple[str, int], torch.Size] = {}
+        self._cuts: dict[tuple[str, int], tuple[int, int, int, int]] = {}
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__:
                 _KeyedDropout(self, name, module).install()
@@ -136,6 +138,22 @@ class SampleRandomness:
 
     def report(self) -> str:
         return "sample"
+
+    def probe(self, run: Callable[[], Any]) -> dict[tuple[str, int], torch.Size]:
+        """Runs a training pass on the meta device; the shapes of what it draws, by module and n-th use there."""
+        self._shapes = {}
+        with self.active(0, torch.zeros(1, dtype=torch.int64)):
+            run()
+        return self._shapes
+
+    def cut(self, draws: dict[tuple[str, int], tuple[int, int, int, int]]) -> None:
+        """From now on some draws are shares of larger ones.
+
+        Args:
+            draws: by module and n-th use there: the dimension, where the share begins, its length, and the length of
+                the whole.
+        """
+        self._cuts = draws
 
     # -- passes --------------------------------------------------------------------------------------------------
 
@@ -225,6 +243,29 @@ class SampleRandomness:
         if name is None:
             name = current.name
         use = current.next_use(name)
+        if device.type == "meta":
+            self._shapes[name, use] = torch.Size(shape)
+            return fill(current.shared_key(name, use, device), _product(shape)).view(shape)
+        if (cut := self._cuts.get((name, use))) is not None and shape[cut[0]] == cut[2]:
+            along, start, length, whole = cut
+            full = (*shape[:along], whole, *shape[along + 1 :])
+            return self._keyed(name, use, current, full, what, fill, batch, dimension, device).narrow(
+                along, start, length
+            )
+        return self._keyed(name, use, current, shape, what, fill, batch, dimension, device)
+
+    def _keyed(
+        self,
+        name: str,
+        use: int,
+        current: _Pass,
+        shape: Shape,
+        what: str,
+        fill: Fill,
+        batch: bool,
+        dimension: int | None,
+        device: torch.device,
+    ) -> Tensor:
         size = len(current.ids)
         if dimension is None:
             dimension = 1 if self._time_major and len(shape) == 3 and shape[1] == size else 0

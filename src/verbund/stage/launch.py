@@ -23,6 +23,7 @@ from verbund.data import schema
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, names_of, needed, prepare, prepare_evaluated
 from verbund.errors import InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
+from verbund.interop import huggingface
 from verbund.job import Data, Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
@@ -44,6 +45,8 @@ class Facts:
     parameters: int
     worker_bytes: int
     notes: list[str]
+    costs: list[float] | None = None
+    """Seconds of each layer at which a pipeline may be cut."""
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -220,13 +223,22 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    # torch's compiler takes a second to import.
-    heavy = ("torch._dynamo",) if job.train.compile else ()
-    cluster = LocalCluster(job.cluster.orphan_grace, heavy)
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job))
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+def _heavy(job: Job) -> tuple[str, ...]:
+    """What takes seconds to import and this job needs: it is imported once, in the warm server."""
+    heavy = ["torch._dynamo"] if job.train.compile else []
+    mesh = job.strategy.mesh
+    if mesh.get("tensor", 1) * mesh.get("pipeline", 1) > 1:
+        heavy.append("verbund.stage.preload_divided")
+    if task.needs_transformers(job):
+        heavy.append("transformers.modeling_utils")
+    return tuple(heavy)
 
 
 def _notify(quiet: bool) -> Notify:
@@ -250,7 +262,11 @@ def _prepared(job: Job, notify: Notify, known: Path | None = None, *, training: 
         from verbund.observe import tensorboard
 
         tensorboard.require()
-    return _checked(job, job.data, lambda: prepare(job.data, folder=Path(job.folder), notify=notify, schema=known))
+
+    def convert(data: Data) -> Prepared:
+        return prepare(data, folder=Path(job.folder), notify=notify, schema=known)
+
+    return _checked(job, {}, convert, notify)
 
 
 def _prepared_evaluated(job: Job, evaluated: Evaluated, notify: Notify, known: Path | None) -> Prepared:
@@ -264,22 +280,26 @@ def _prepared_evaluated(job: Job, evaluated: Evaluated, notify: Notify, known: P
         if "targets" not in own and evaluated.labelled:
             changes["target"] = job.data.target or "target"
 
-    def convert() -> Prepared:
-        return prepare_evaluated(evaluated, job.data, folder=folder, notify=notify, schema=known)
+    def convert(data: Data) -> Prepared:
+        return prepare_evaluated(evaluated, data, folder=folder, notify=notify, schema=known)
 
-    prepared = _checked(job, job.data.model_copy(update=changes), convert)
+    prepared = _checked(job, changes, convert, notify)
     for note in prepared.notes:
         notify(note)
     return prepared
 
 
-def _checked(job: Job, data: Data, convert: Callable[[], Prepared]) -> Prepared:
+def _checked(job: Job, changes: dict[str, Any], convert: Callable[[Data], Prepared], notify: Notify) -> Prepared:
+    """`changes` are those of the data's section for the check of its columns."""
     problems = task.check(job)
+    data = job.data
+    if job.task.startswith(task.HUGGING_FACE) and not problems:
+        data = huggingface.with_tokenizer(job, notify)
     try:
-        prepared = convert()
+        prepared = convert(data)
     except InputError as error:
         raise _together(problems, error) from None
-    problems += check_columns(prepared, data, Wanted.of(job, task.functions(job)))
+    problems += check_columns(prepared, data.model_copy(update=changes), Wanted.of(job, task.functions(job)))
     if problems:
         raise JobError(problems)
     return prepared
@@ -365,7 +385,11 @@ def _typed(source: str) -> str:
 def _evaluate(
     cluster: LocalCluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    specs = _workers(job, entry, _settings(job, prepared, **settings))
+    return _supervised(cluster, job, _workers(job, entry, _settings(job, prepared, **settings)))
+
+
+def _supervised(cluster: LocalCluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
+    """The results of processes that are watched until they end."""
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
         results = supervisor.run(specs)
@@ -437,6 +461,7 @@ def _train(
         run=str(run.path.resolve()),
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
+        costs=facts.costs,
     )
     supervisor = Supervisor(cluster, job.cluster, handle)
     start = time.monotonic()
@@ -482,8 +507,9 @@ def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
     """The run keeps what other data need to be read as its training set was."""
     if prepared.train is None:
         return
+    columns = None if job.task.startswith(task.HUGGING_FACE) else needed(job.data, task.functions(job))
     try:
-        schema.keep(Path(prepared.train), run.path, needed(job.data, task.functions(job)))
+        schema.keep(Path(prepared.train), run.path, columns)
     except OSError as error:
         raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from verbund.cluster.worker import Worker
 from verbund.data.samples import ColumnFiles
 from verbund.errors import InputError, TaskError
-from verbund.mesh.replica import Replica
 from verbund.stage.island import Island
 from verbund.stage.predictions import Column, PartWriter
 from verbund.stage.restore import restore
@@ -22,7 +21,7 @@ from verbund.stage.validate import evaluation_batches, evaluation_threads
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund predict`."""
     island = Island.join(worker)
-    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     restore(source, replica, weights_only=True)
     samples = island.validation_set
@@ -34,15 +33,18 @@ def work(worker: Worker) -> dict[str, Any]:
     if classes is not None and objective is not None and objective.name in _CLASSES:
         names = json.loads(Path(classes).read_text(encoding="utf-8"))
     files = samples.source.files if isinstance(samples.source, ColumnFiles) else None
-    replica.model.eval()
     count = 0
-    with PartWriter(Path(worker.settings["parts"][island.mesh.rank])) as part, evaluation_threads(island):
+    path = Path(worker.settings["parts"][island.mesh.rank])
+    with PartWriter(path) as part, evaluation_threads(island), replica.evaluating():
         for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
             worker.doing("predicting", index)
+            output = replica.predict(batch)
+            if output is None or batch.phantom:
+                continue
             columns: dict[str, Column] = {"sample": batch.ids}
             if files is not None:
                 columns["file"] = [files[number] for number in batch.ids.tolist()]
-            for name, tensor in columns_of(replica.predict(batch), objective.name if objective else None).items():
+            for name, tensor in columns_of(output, objective.name if objective else None).items():
                 if tensor.dim() == 0 or len(tensor) != len(batch.ids):
                     raise TaskError(
                         f"the model gave {list(tensor.shape)} as `{name}` for a batch of {len(batch.ids)} samples",

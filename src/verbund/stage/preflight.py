@@ -14,7 +14,6 @@ from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
 from verbund.stage.dry_run import DryRun
 from verbund.stage.validate import wanted
@@ -48,7 +47,7 @@ def work(worker: Worker) -> dict[str, Any]:
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
-    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
+    notes = [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
     tensors = [*replica.model.parameters(), *replica.model.buffers()]
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
@@ -73,14 +72,15 @@ def total_steps(job: Job, order: Order) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
+def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
-    if replica.statistics:
-        if replica.joins_forward or job.train.batch_norm == "global":
+    division = dry.division
+    if dry.replica.statistics:
+        if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")
-            if 0 < job.train.micro_batch < -(-size // job.world):
+            if 0 < job.train.micro_batch < -(-size // division.workers):
                 raise InputError(
                     "batch statistics over the global batch need each worker's share in one forward pass",
                     where="train.micro_batch",
@@ -88,10 +88,11 @@ def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
                 )
         else:
             notes.append(f"Batch statistics are taken over groups of {job.train.group} samples")
-    idle = sum(not replica.division.micro_batches(size, rank) for rank in range(job.world))
+    idle = sum(not division.micro_batches(size, worker) for worker in range(division.workers))
     if idle:
-        unit = f" in groups of {job.train.group} (`train.group`)" if replica.division.unit > 1 else ""
+        unit = f" in groups of {job.train.group} (`train.group`)" if division.unit > 1 else ""
         notes.append(
-            f"{idle} of {job.world} workers have nothing to do: a global batch of {size} samples is divided{unit}"
+            f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
+            f"divided{unit}"
         )
     return notes

@@ -39,7 +39,7 @@ def work(worker: Worker) -> dict[str, Any]:
     journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
     links = Links()
     worker.at_end.append(lambda: _close(journal, links))
-    replica = Replica(island.task, job, island.mesh, island.group, worker.doing)
+    replica = island.replica(worker)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
     training = _Training(worker, run, island, replica, journal, links, state)
     replica.check_equal(training.step)
@@ -110,7 +110,7 @@ class _Training:
             while reason is None:
                 step = self.step
                 size = self.order.size(step)
-                count = len(self._mine(size))
+                count = len(self.replica.plan(size))
                 flag = _INTERRUPT if self.worker.stopping else _TIME if rank == 0 and self._out_of_time() else 0.0
                 sums = self.replica.gradients(batches, count, step, size, flag, self.journal)
                 began = time.monotonic_ns()
@@ -147,24 +147,14 @@ class _Training:
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
-    def _mine(self, size: int) -> list[tuple[int, int]]:
-        """The ranges of this worker's micro-batches; an idle worker that must join in collectives of the forward
-        pass gets one sample of weight zero."""
-        ranges = self.replica.division.micro_batches(size, self.rank)
-        if not ranges and self.replica.joins_forward:
-            return [(0, 1)]
-        return ranges
-
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
             size = self.order.size(step)
-            idle = not self.replica.division.micro_batches(size, self.rank)
-            ranges = self._mine(size)
-            if ranges:
+            if passes := self.replica.plan(size):
                 ids = self.island.train_set.ids(self.order.positions(step))
-                for low, high in ranges:
-                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=idle)
+                for low, high, phantom in passes:
+                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
             step += 1
 
     # -- the ends ------------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
     island = Island.join(worker)
     outputs = Outputs(island.task)
-    replica = Replica(outputs.watched, island.job, island.mesh, island.group, worker.doing)
+    island.task = outputs.watched
+    replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
     if island.validation_set is None:
@@ -66,13 +67,15 @@ def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, An
     """
     job = island.job
     evaluator = metrics.Evaluator(wanted(job), job.train.objective)
-    replica.model.eval()
-    with evaluation_threads(island), replica.averaged():
+    with evaluation_threads(island), replica.evaluating():
         for index, batch in evaluation_batches(samples, job.validate_.batch, island):
-            output, targets, sums = replica.evaluate(batch)
+            evaluated = replica.evaluate(batch)
+            if evaluated is None or batch.phantom:
+                continue
+            output, targets, sums = evaluated
             own = replica.task.metrics(output, targets) if replica.task.metrics else None
             evaluator.add(index, output, targets, sums, batch.ids, own)
-    states = island.group.all_gather_arrays(evaluator.state(), "the gathering of metrics")
+    states = island.groups.island.all_gather_arrays(evaluator.state(), "the gathering of metrics")
     batches = math.ceil(len(samples) / job.validate_.batch)
     return evaluator.merge(states, batches=batches, samples=len(samples))
 
@@ -97,13 +100,17 @@ def evaluation_batches(
         contiguous: give each worker a run of batches instead of every N-th.
     """
     count = math.ceil(len(samples) / size)
-    world, rank = island.mesh.world, island.mesh.rank
-    mine = range(count * rank // world, count * (rank + 1) // world) if contiguous else range(rank, count, world)
+    world, rank = island.mesh.batch_workers, island.mesh.batch_worker
+    mine = [*(range(count * rank // world, count * (rank + 1) // world) if contiguous else range(rank, count, world))]
+    taken = len(mine)
+    if island.mesh.shard > 1 and count:
+        # All take part in as many forward passes: what is gathered for one is gathered by all.
+        mine += [0] * (-(-count // world) - taken)
 
     def plan() -> Iterator[Item]:
-        for index in mine:
+        for number, index in enumerate(mine):
             positions = np.arange(index * size, min((index + 1) * size, len(samples)))
-            yield Item(index, samples.ids(positions), training=False)
+            yield Item(index, samples.ids(positions), phantom=number >= taken, training=False)
 
     loader = Loader(samples, plan(), prefetch=island.job.data.prefetch)
     try:

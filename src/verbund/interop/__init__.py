@@ -1,0 +1,1 @@
+"""Models, data and settings of other systems."""
