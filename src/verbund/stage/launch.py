@@ -618,8 +618,9 @@ def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
     """The run keeps what other data need to be read as its training set was."""
     if prepared.train is None:
         return
+    columns = None if job.task.startswith(task.HUGGING_FACE) else needed(job.data, task.functions(job))
     try:
-        schema.keep(Path(prepared.train), run.path, needed(job.data, task.functions(job)))
+        schema.keep(Path(prepared.train), run.path, columns)
     except OSError as error:
         raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
 

@@ -17,10 +17,8 @@ from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
 from verbund.stage.dry_run import DryRun
-from verbund.stage.dry_run import division as division_of
 from verbund.stage.fit import examine, need_of
 from verbund.stage.validate import wanted
 
@@ -56,7 +54,7 @@ def work(worker: Worker) -> dict[str, Any]:
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
-    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
+    notes = [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
     need = need_of(replica, max(peak_bytes() - before, 0), job.world)
     parameters = sum(p.numel() for p in replica.parameters)
     fit = examine(replica, task, job, dry.batch, need)
@@ -91,12 +89,12 @@ def _unmeasured(job: Job) -> list[Problem]:
     return problems
 
 
-def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
+def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
-    division = division_of(job, replica)
-    if replica.statistics:
+    division = dry.division
+    if dry.replica.statistics:
         if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")
             if 0 < job.train.micro_batch < -(-size // division.workers):

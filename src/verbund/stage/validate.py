@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
     island = Island.join(worker)
     outputs = Outputs(island.task)
-    island = replace(island, task=outputs.watched)
+    island.task = outputs.watched
     replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
