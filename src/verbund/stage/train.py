@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verbund.cluster.worker import Worker
-from verbund.data.loader import Item, Loader
+from verbund.data.loader import Batch, Item, Loader
 from verbund.data.order import Order
 from verbund.errors import RunFailed
 from verbund.mesh.replica import Replica
@@ -105,7 +105,7 @@ class _Training:
             prefetch=self.job.data.prefetch,
             processes=self.island.loaders,
         )
-        batches = iter(loader)
+        batches = self._read(iter(loader))
         try:
             while reason is None:
                 step = self.step
@@ -163,6 +163,16 @@ class _Training:
                 for low, high in ranges:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=idle)
             step += 1
+
+    def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; while one does not come, that is what this worker is said to wait for."""
+        while True:
+            self.worker.doing("waiting for data", self.step)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.worker.doing("computing", self.step)
+            yield batch
 
     # -- the ends ------------------------------------------------------------------------------------------------
 
