@@ -19,7 +19,7 @@ from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
-from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.data.prepare import Prepared, cache_of, check_columns, prepare
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job
@@ -226,7 +226,9 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 def _cluster(job: Job) -> Iterator[LocalCluster]:
     # torch's compiler takes a second to import.
     heavy = ("torch._dynamo",) if job.train.compile else ()
-    cluster = LocalCluster(job.cluster.orphan_grace, heavy)
+    # What it compiles is kept with the converted data, for the next run, and not in the folder for temporary files.
+    compiled = (Path(job.folder) / cache_of(job.data) / "compiled").resolve()
+    cluster = LocalCluster(job.cluster.orphan_grace, heavy, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     try:
         yield cluster
     finally:
