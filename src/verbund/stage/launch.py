@@ -25,6 +25,7 @@ from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
+from verbund.observe.journal import read
 from verbund.observe.progress import Progress
 from verbund.run import Run
 from verbund.stage import continuing
@@ -181,7 +182,8 @@ def predict(
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's summary and report anew from its journal; a run that goes on keeps its status `running`.
+    """Writes a run's report anew from its journal, and its summary if that is damaged; a run that goes on keeps its
+    status `running`.
 
     Args:
         directory: the run.
@@ -195,7 +197,10 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
     from verbund.observe.trace import write_trace
 
     run = Run.open(Path(directory))
-    known = run.summary
+    try:
+        known, damaged = run.summary, False
+    except InputError:
+        known, damaged = _stopped(run), True
     summary = summarise(
         run.path,
         status=known.get("status", "running"),
@@ -204,9 +209,18 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
         world=run.job.world,
         ended_by=known.get("ended_by"),
     )
+    if damaged:
+        run.write_summary(summary)
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
+
+
+def _stopped(run: Run) -> dict[str, Any]:
+    """How the run's newest start ended, from its journal; empty if it did not."""
+    journals = [journal for journal in read(run.journal) if journal.role == "supervisor"]
+    events = journals[-1].events if journals else []
+    return next((event for event in reversed(events) if event["name"] == "stopped"), {})
 
 
 def check(job: Job, *, quiet: bool = True) -> Facts:
@@ -462,7 +476,13 @@ def _train(
         cause = _not_kept(run, commits, result["steps"], generation, job.world)
     if cause is not None:
         status = "failed"
-    journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
+    journal.event(
+        "stopped",
+        status=status,
+        cause=cause.record() if cause else None,
+        ended_by=result.get("stopped_by"),
+        seconds=round(time.monotonic() - start, 3),
+    )
     journal.close()
     try:
         _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
