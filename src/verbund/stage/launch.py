@@ -23,13 +23,14 @@ from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.check import Wanted, check_columns
-from verbund.data.prepare import Evaluated, Prepared, names_of, needed, prepare, prepare_evaluated
+from verbund.data.prepare import Evaluated, Prepared, cache_of, names_of, needed, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError, nearest
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Data, Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
+from verbund.observe.journal import read
 from verbund.observe.progress import Progress
 from verbund.run import Run
 from verbund.stage import continuing
@@ -250,7 +251,8 @@ def export(
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's report anew from its journal, also while the run goes on or after it was killed.
+    """Writes a run's report anew from its journal, and its summary if that is damaged; also while the run goes on or
+    after it was killed.
 
     Args:
         directory: the run.
@@ -264,7 +266,11 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
     from verbund.observe.trace import write_trace
 
     run = Run.open(Path(directory))
-    known = run.summary
+    damaged = False
+    try:
+        known = run.summary
+    except InputError:
+        known, damaged = _ended(run), True
     if run.being_trained:
         known = {"status": "running"}
     elif not known or known.get("attempt", run.attempt) != run.attempt:  # the newest attempt left no summary
@@ -282,9 +288,18 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
         ended_by=known.get("ended_by"),
     )
     summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
+    if damaged:
+        run.write_summary(summary)
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
+
+
+def _ended(run: Run) -> dict[str, Any]:
+    """How the run's newest start ended, from its journal; empty if it did not."""
+    journals = [journal for journal in read(run.journal) if journal.role == "supervisor"]
+    events = journals[-1].events if journals else []
+    return next((event for event in reversed(events) if event["name"] == "stopped"), {})
 
 
 def check(job: Job, *, quiet: bool = True) -> Facts:
@@ -302,7 +317,10 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job))
+    # What torch's compiler compiles is kept with the converted data, for the next run, and not in the folder for
+    # temporary files.
+    compiled = (Path(job.folder) / cache_of(job.data) / "compiled").resolve()
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     try:
         yield cluster
     finally:
@@ -589,7 +607,13 @@ def _train(
             cause = _stopped(run, result)
     if cause is not None:
         status = "interrupted" if isinstance(cause, Interrupted) else "failed"
-    journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
+    journal.event(
+        "stopped",
+        status=status,
+        cause=cause.record() if cause else None,
+        ended_by=result.get("stopped_by"),
+        seconds=round(time.monotonic() - start, 3),
+    )
     journal.close()
     try:
         _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
