@@ -46,6 +46,7 @@ class Divided:
         names: all trained parameters of the whole model.
         layers: where the model may be cut into stages, if it is.
         buffers: names of the buffers that this worker speaks for.
+        whole_bytes: of all parameters of the model.
         axis: the axis `tensor`.
         columns: layers that gather their outputs.
         output_is_last: whether there is one such layer and the model's output is what it gives.
@@ -57,6 +58,7 @@ class Divided:
     held: list[Held]
     names: list[str]
     buffers: set[str]
+    whole_bytes: int = 0
     axis: Axis | None = None
     columns: list[Column] = field(default_factory=list)
     output_is_last: bool = False
@@ -74,7 +76,8 @@ def whole(model: nn.Module) -> Divided:
     """An undivided model."""
     held = [Held(name, tuple(p.shape), p, p) for name, p in model.named_parameters()]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return Divided(held, names, {name for name, _ in model.named_buffers()})
+    size = sum(p.nbytes for p in model.parameters())
+    return Divided(held, names, {name for name, _ in model.named_buffers()}, size)
 
 
 def divide(

@@ -479,6 +479,35 @@ class Replica:
                         # Of a tensor in several boxes too there is one such number.
                         yield Piece.whole(kind, f"{held.name}/{key}", value, held.primary and alone and _first(held))
 
+    def pipeline_plan(self, size: int) -> dict[str, Any]:
+        """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
+        return {
+            "schedule": self.strategy.schedule,
+            "ranks": self.mesh.pipeline,
+            "chunks": self.strategy.stages_per_worker,
+            "micro_batches": len(self.plan(size)),
+        }
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that this worker keeps between steps, by kind, and under `whole` those of a single process.
+
+        Optimiser states count once there are any.
+        """
+        held = self.divided.held
+        states = {h.name: self.optimizer.state.get(h.values, {}).values() for h in held}
+        like = {h.name: sum(isinstance(v, Tensor) and v.shape == h.values.shape for v in states[h.name]) for h in held}
+        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
+        mine = {
+            "parameters": sum(h.values.nbytes for h in held),
+            "gradients": sum(h.values.nbytes for h in self.divided.trained),
+            "optimizer": sum(v.nbytes for values in states.values() for v in values if isinstance(v, Tensor)),
+            "ema": sum(v.nbytes for v in averages.values()),
+            "buffers": sum(b.nbytes for b in self.model.buffers() if not b.is_meta),
+        }
+        copies = max(like.values(), default=0) + 2 + bool(averages)
+        mine["whole"] = self.divided.whole_bytes * copies + mine["buffers"]
+        return mine
+
     def all_names(self, kind: str) -> set[str]:
         """The names of all parameters, or saved buffers, of the whole model."""
         if kind == "parameters":

@@ -43,6 +43,9 @@ def work(worker: Worker) -> dict[str, Any]:
     worker.at_end.append(lambda: _close(journal, links))
     replica = island.replica(worker)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if replica.pipeline is not None and island.mesh.rank == 0:
+        journal.event("pipeline", **replica.pipeline_plan(job.train.global_batch))
     training = _Training(worker, run, island, replica, journal, links, state)
     replica.check_equal(training.step)
     journal.add("start", 0, worker.born, time.monotonic_ns())
