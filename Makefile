@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check sweep clean
 
 demo: $(READY)
 	$(BIN)/verbund train examples/digits/job.toml --workers 2
@@ -16,6 +16,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every model under every mesh: about half an hour on two cores.
+sweep: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/parallel/sweep.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

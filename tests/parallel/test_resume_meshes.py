@@ -1,0 +1,39 @@
+"""A run that goes on under another mesh: its losses are those of a single process that was never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import models
+from conftest import losses
+from parallel.layouts import CHECKPOINTS
+from verbund.cluster.local import LocalCluster
+from verbund.job import parse_strategy
+from verbund.stage import launch
+
+# Every mesh is saved under and loaded under; with AdamW, an average, clipping and dropout.
+COVER = [(a, CHECKPOINTS[(index + 3) % len(CHECKPOINTS)]) for index, a in enumerate(CHECKPOINTS)]
+CHANGES = {
+    "train.steps": 4,
+    "train.ema": 0.8,
+    "train.clip_norm": 0.5,
+    "train.optimizer": {"name": "adamw", "lr": 0.01, "groups": [{"match": "*norm*", "weight_decay": 0.0}]},
+}
+
+
+def reference(folder: Path) -> list[float]:
+    return losses(launch.train(models.job("encoder", folder, CHANGES), folder / "reference"))
+
+
+@pytest.mark.parametrize(("before", "after"), COVER)
+def test_goes_on_under_another_mesh(before: str, after: str, shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    expected = reference(tmp_path)
+    first = models.job("encoder", tmp_path, {**CHANGES, **parse_strategy(before), "train.steps": 2})
+    run = launch.train(first, tmp_path / "run")
+    run = launch.resume(run.path, {**parse_strategy(after), "train.steps": 4})
+    assert losses(run) == pytest.approx(expected, rel=2e-5)
+    found = launch.validate(run.path, data=str(tmp_path / "encoder.npz"), workers=1)
+    alone = launch.validate(tmp_path / "reference", data=str(tmp_path / "encoder.npz"), workers=1)
+    assert found["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=2e-5)
