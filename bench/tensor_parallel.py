@@ -3,8 +3,8 @@
     python bench/tensor_parallel.py [--hidden 1024] [--rounds 7]
 
 Both sides cut the same block in the same processes and take turns, forward and backward; the peer's plan is that of
-torch's own tutorial (column and row parallel linear layers, local outputs in between). Prints one JSON line: milliseconds
-of a step (medians over the rounds, of the slower worker), and the ratio ours ÷ peer's.
+torch's own tutorial (column and row parallel linear layers, local outputs in between). Prints one JSON line:
+milliseconds of a step (medians over the rounds, of the slower worker), and the ratio ours ÷ peer's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from verbund.comm.collectives import Group
+from verbund.comm.collectives import Group, c10d
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.exchange import Axis
 from verbund.mesh.tensor.plan import plan
@@ -50,7 +51,9 @@ class Block(nn.Module):
         q, k, v = (f(y).view(*x.shape[:2], -1, HEAD).transpose(1, 2) for f in (self.q, self.k, self.v))
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        y = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        assert isinstance(y, Tensor)
+        return y
 
 
 def ours(hidden: int, group: Group) -> nn.Module:
@@ -64,7 +67,7 @@ def ours(hidden: int, group: Group) -> nn.Module:
     return block
 
 
-def peers(hidden: int) -> nn.Module:
+def peers(hidden: int) -> Any:
     mesh = init_device_mesh("cpu", (WORKERS,))
     column = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
     return parallelize_module(Block(hidden), mesh, {**column, "out": RowwiseParallel(), "down": RowwiseParallel()})
@@ -73,7 +76,7 @@ def peers(hidden: int) -> nn.Module:
 def step(block: nn.Module, x: Tensor) -> Tensor:
     block.zero_grad(set_to_none=True)
     output: Tensor = block(x)
-    output.square().mean().backward()
+    output.square().mean().backward()  # type: ignore[no-untyped-call]
     return output
 
 
@@ -81,7 +84,8 @@ def work(rank: int, folder: Path, hidden: int, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
     group = Group(folder / "ours", rank, WORKERS, torch.device("cpu"), 60.0)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "peer"), WORKERS), rank=rank, world_size=WORKERS)
+    store = c10d.FileStore(str(folder / "peer"), WORKERS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
     torch.manual_seed(0)
     block = ours(hidden, group)
     torch.manual_seed(0)
@@ -100,6 +104,7 @@ def work(rank: int, folder: Path, hidden: int, rounds: int) -> None:
         taken[name].append(1e3 * float(slowest))
     if rank == 0:
         mine, theirs = (statistics.median(taken[name]) for name in ("ours", "peer"))
+        milliseconds = {"ours": round(mine, 1), "peer": round(theirs, 1), "ratio": round(mine / theirs, 3)}
         print(
             json.dumps(
                 {
@@ -107,7 +112,7 @@ def work(rank: int, folder: Path, hidden: int, rounds: int) -> None:
                     "workers": WORKERS,
                     "hidden": hidden,
                     "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-                    "milliseconds": {"ours": round(mine, 1), "peer": round(theirs, 1), "ratio": round(mine / theirs, 3)},
+                    "milliseconds": milliseconds,
                 }
             ),
             flush=True,

@@ -89,7 +89,8 @@ def document(table: dict[str, dict[str, str]], pairs: dict[str, dict[str, str]],
         ),
         "",
         (
-            "Per model and mesh the largest relative difference of a gradient from that of a single process over two steps "
+            "Per model and mesh the largest relative difference of a gradient from a single process's, over two steps"
+            " "
             "(limit 1e-4; losses and parameters are within their limits too), or why the mesh is refused."
         ),
         "",

@@ -27,6 +27,8 @@ PAIRS = [
     ("gpt", "pipeline=4"),
     ("gpt", "data=2,tensor=2,pipeline=2"),
     ("gpt", "shard=2,tensor=2,pipeline=2"),
+    ("gpt_sequence", "tensor=2"),
+    ("gpt_sequence", "tensor=2,pipeline=2"),
     ("encoder", "tensor=2"),
     ("encoder", "tensor=4"),
     ("encoder", "shard=2,pipeline=2"),

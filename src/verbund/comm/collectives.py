@@ -137,7 +137,9 @@ class Group:
         if self.world == 1:
             whole.view(-1).copy_(share.view(-1))
             return None
-        return self._started(lambda: self._backend(whole)._allgather_base(whole, share), "an all-gather")
+        return self._started(
+            lambda: self._backend(whole)._allgather_base(whole.view(-1), share.view(-1)), "an all-gather"
+        )
 
     def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
         """Starts sending the r-th of `world` equal parts of `sent` to worker r; `received` gets what the others sent,
@@ -145,7 +147,9 @@ class Group:
         if self.world == 1:
             received.copy_(sent)
             return None
-        return self._started(lambda: self._backend(sent).alltoall_base(received, sent, [], []), "an all-to-all")
+        return self._started(
+            lambda: self._backend(sent).alltoall_base(received.view(-1), sent.view(-1), [], []), "an all-to-all"
+        )
 
     def start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Work | None:
         """Starts sending a contiguous tensor to worker `to`; it must stay as it is until `finish`."""

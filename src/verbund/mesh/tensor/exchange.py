@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verbund.comm.collectives import Group
+from verbund.errors import TaskError
 from verbund.mesh.tensor.traffic import Traffic
 
 
@@ -83,19 +84,27 @@ class Axis:
         with self.traffic.timed():
             self.group.finish(self.group.start_all_gather(whole, share), "an all-gather of the axis `tensor`")
         if all(length == longest for length in lengths):
-            return whole.flatten(0, 1).movedim(0, dim)
-        return torch.cat([part[:length] for part, length in zip(whole, lengths, strict=True)]).movedim(0, dim)
+            return whole.flatten(0, 1).movedim(0, dim).contiguous()
+        return (
+            torch.cat([part[:length] for part, length in zip(whole, lengths, strict=True)]).movedim(0, dim).contiguous()
+        )
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This worker's equal share along `dim` of the sum over all workers, added in the order of the workers."""
-        length = x.shape[dim] // self.workers
+        length, rest = divmod(x.shape[dim], self.workers)
+        if rest:
+            raise TaskError(
+                f"a sequence of {x.shape[dim]} elements is not divisible by {self.workers} workers",
+                where="strategy.mesh.tensor",
+                fix="Give sequences of a multiple of that length, or leave `scatter` out of `tensor_plan()`",
+            )
         if x.is_meta:
             return x.narrow(dim, 0, length)
         sent = x.movedim(dim, 0).contiguous()
         received = torch.empty_like(sent)
         with self.traffic.timed():
             self.group.finish(self.group.start_all_to_all(received, sent), "a reduce-scatter of the axis `tensor`")
-        return received.view(self.workers, length, *sent.shape[1:]).sum(0).movedim(0, dim)
+        return received.view(self.workers, length, *sent.shape[1:]).sum(0).movedim(0, dim).contiguous()
 
 
 class _Enter(torch.autograd.Function):

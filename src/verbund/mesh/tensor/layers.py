@@ -3,6 +3,8 @@ become this worker's share of the whole ones."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -34,7 +36,7 @@ def apply(model: nn.Module, entries: list[Entry], axis: Axis) -> tuple[dict[int,
         InputError: naming the module that cannot be cut so.
     """
     cutter = _Cutter(model, axis)
-    for entry in entries:
+    for entry in sorted(entries, key=lambda entry: entry.cut != "gather"):
         cutter.cut(entry)
     return cutter.cuts, cutter.partial, cutter.gathering
 
@@ -49,6 +51,7 @@ class _Cutter:
         self.cuts: dict[int, Cut] = {}
         self.partial: set[int] = set()
         self.gathering: list[Column] = []
+        self._gathered: list[str] = []
 
     def cut(self, entry: Entry) -> None:
         module = self._model.get_submodule(entry.path)
@@ -56,6 +59,9 @@ class _Cutter:
             self._divide(entry, module)
         elif entry.cut == "attention":
             self._attention(entry, module)
+        elif entry.cut == "gather":
+            self._gathered.append(f"{entry.path}.")
+            Gathered(module, self._axis, entry.dim).install_within()
         elif entry.cut in ("sequence", "partial"):
             self.partial |= {id(parameter) for parameter in module.parameters()}
         elif entry.cut == "embedding":
@@ -70,12 +76,15 @@ class _Cutter:
                 outputs = self._parameter(entry, module, "weight", 0)
                 if module.bias is not None:
                     self._parameter(entry, module, "bias", 0)
-                column = Column(module, self._shared, outputs, entry)
+                inside = entry.path.startswith(tuple(self._gathered))
+                column = Column(module, None if inside else self._shared, outputs, entry, self._axis)
                 column.install_within()
                 if entry.gather:
                     self.gathering.append(column)
             else:
                 self._parameter(entry, module, "weight", 1)
+                if entry.scatter and module.bias is not None:
+                    self.partial.add(id(module.bias))  # it is added to a share of the sequence
                 Row(module, self._axis, entry).install_within()
 
     def _needs(self, entry: Entry, module: nn.Module, kind: type[nn.Module]) -> None:
@@ -153,12 +162,14 @@ class _Shared:
 class Column(Override):
     """A Linear of whose outputs each worker computes some.
 
-    `local` leaves the outputs divided even if the plan says `gather`: for a loss that is computed so.
+    `local` leaves the outputs divided even if the plan says `gather`: for a loss that is computed so. Without `shared`
+    the input was made ready for all columns of a module at once.
     """
 
-    def __init__(self, module: nn.Linear, shared: _Shared, outputs: Cut, entry: Entry) -> None:
+    def __init__(self, module: nn.Linear, shared: _Shared | None, outputs: Cut, entry: Entry, axis: Axis) -> None:
         super().__init__(module)
         self._shared = shared
+        self._axis = axis
         self._entry = entry
         self.outputs = outputs
         self.local = False
@@ -167,19 +178,32 @@ class Column(Override):
 
     def forget(self) -> None:
         """Lets go of the tensor it was last called with."""
-        self._shared.last = None
+        if self._shared is not None:
+            self._shared.last = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(self._shared.enter(x, self._entry))
+        y: Tensor = self.inner(x if self._shared is None else self._shared.enter(x, self._entry))
         if not self._entry.gather or self.local:
             return y
         outputs = self.outputs
         lengths = [outputs.length(worker) for worker in range(outputs.workers)]
-        whole = self._shared.axis.gather(y, y.dim() - 1, lengths)
+        whole = self._axis.gather(y, y.dim() - 1, lengths)
         whole = whole if len(outputs.sections) == 1 else _in_order(whole, outputs)
         if whole.is_meta:
             self.last = whole
         return whole
+
+
+class Gathered(Override):
+    """A module whose first input is this worker's share of the sequence: all get the whole, once for what is inside."""
+
+    def __init__(self, module: nn.Module, axis: Axis, dim: int) -> None:
+        super().__init__(module)
+        self._axis = axis
+        self._dim = dim
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(self._axis.enter_sequence(x, self._dim), *args, **kwargs)
 
 
 class Row(Override):

@@ -11,7 +11,7 @@ from torch import nn
 
 from verbund.errors import InputError, nearest
 
-KINDS = ("column", "row", "embedding", "sequence", "attention", "divide", "partial")
+KINDS = ("column", "row", "embedding", "gather", "sequence", "attention", "divide", "partial")
 _KEYS = ("cut", "parts", "units", "gather", "scatter", "dim", "attributes")
 _ELEMENTWISE = (
     nn.ReLU,
@@ -56,7 +56,8 @@ class Entry:
         path: of the module.
         cut: `column` divides a Linear's outputs, `row` its inputs (the outputs are added up over the workers),
             `embedding` the rows of a table; `attention` the heads of an nn.MultiheadAttention; `sequence` marks a
-            module that works on a share of the sequence; `partial` one that all hold whole and that works on divided
+            module that works on a share of the sequence, `gather` one whose first input is a share and is gathered for
+            all columns inside; `partial` one that all hold whole and that works on divided
             activations; `divide` the whole numbers in `attributes`.
         parts: into how many equal parts the outputs fall that are each divided for themselves (3: query, key and
             value), or the parts' sizes.
