@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 
-from verbund import task
+from verbund import cli, task
 from verbund.cluster.local import LocalCluster
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage import launch
+from verbund.stage import doctor, launch
 
 MLP = """
 from torch import nn
@@ -49,6 +55,13 @@ def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch, request:
 
     monkeypatch.setattr(launch, "_cluster", cluster)
     return warm
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for a command's temporary files, with a short name: sockets lie in it."""
+    with TemporaryDirectory(prefix="v-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 MakeJob = Callable[..., Job]
@@ -91,6 +104,53 @@ def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> 
         return launch.train(make_job(task, changes, **more), tmp_path / f"run-{count}")
 
     return run
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """What `condition` gives as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{what} did not come")
+
+
+@dataclass
+class Ended:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output, which is one JSON object and nothing else."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Command]:
+    """Runs `verbund …` in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "_processes", lambda: doctor.Finding("two workers", "ok", "not tried here"))
+    terminate = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["verbund", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return Ended(int(left.value.code or 0), *capfd.readouterr())
+
+    yield run
+    signal.signal(signal.SIGTERM, terminate)
 
 
 def losses(run: Run) -> list[float]:

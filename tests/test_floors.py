@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 
 # From the ground up. A longer prefix wins.
 FLOORS: list[tuple[str, ...]] = [
-    ("errors", "job", "sums", "objectives", "metrics", "randomness"),
+    ("errors", "interrupts", "plain_json", "job", "job_problems", "sums", "objectives", "metrics", "randomness"),
     ("task", "interop.huggingface", "interop.smollm2",
      "data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
      "observe.energy", "observe.progress", "observe.directions"),
@@ -19,7 +19,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("mesh", "exchange", "plan"),
     ("stage",),
     ("observe", "community", "interop"),
-    ("cli", "__main__", "__init__"),
+    ("cli", "answer", "__main__", "__init__"),
 ]  # fmt: skip
 
 # What a stage shows when it has ended stands above it; it is imported where it is called.

@@ -190,7 +190,7 @@ def test_other_misuse_is_explained() -> None:
             "cross_entropy",
             [0, -100, 3, 9],
             (4, 3),
-            "sample 12 is 3; classes are 0 to 2, or -100 to be ignored",
+            "sample 12 is 3; the model has 3 outputs, classes 0 to 2; -100 is ignored",
         ),
         ("cross_entropy", [0, -1, 1, 2], (4, 3), "sample 11 is -1"),
         ("cross_entropy", [0, 1, 2, -100], (4, 3), None),

@@ -181,8 +181,8 @@ def test_summary(tmp_path: Path, job: Job) -> None:
     assert Run.open(run.path).summary == summary
     run.report.write_text("<html>")
     assert run.headline() == [
-        "done: 10 steps, 1280 samples, loss 0.25, 3.2 s",
-        "accuracy: 0.96875 (best 0.98)",
+        "done: 10 steps, 1280 samples, training loss 0.25, 3.2 s",
+        "validation accuracy: 0.96875 (best 0.98)",
         f"run: {run.path}",
         f"report: {run.report}",
     ]

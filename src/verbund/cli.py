@@ -1,27 +1,37 @@
-"""The command line: parse, call, print."""
+"""The command line: parse, call, answer."""
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
-import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from verbund.errors import InputError, VerbundError
+from verbund.answer import Answer, Output
+from verbund.errors import InputError, Interrupted
 from verbund.job import Job, parse_changes, parse_strategy
+
+if TYPE_CHECKING:
+    from verbund.run import Run
 
 app = typer.Typer(
     name="verbund",
     help="Every stage of a PyTorch model's life, distributed by one section of a job file.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"`{text}` is not a whole number") from None
+
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, e.g. runs/latest.")]
@@ -29,26 +39,55 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated."),
 ]
-Workers = Annotated[int | None, typer.Option("--workers", metavar="N", help="Number of workers: mesh axis `data`.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", parser=_whole_number, help="Number of workers: mesh axis `data`."),
+]
 StrategyText = Annotated[
     str | None,
     typer.Option("--strategy", metavar="TEXT", help="Axes and exchange, e.g. data=2,exchange=all_reduce."),
 ]
 ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="N", parser=_whole_number, help="The checkpoint; default: the newest."),
+]
+# What these three do is done in `main`, for errors too.
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no closing lines.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", help="The checkpoint; default: the newest.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from verbund import __version__
+
+        print(f"verbund {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(epilog="Example: `verbund init digits && verbund train digits/job.toml --workers 2`")
-def init(name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")]) -> None:
+def init(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
     """Write a job file and a task file to start from."""
     from verbund.stage.scaffold import scaffold
 
-    for path in scaffold(name):
-        print(path)  # noqa: T201
-    _say(f"Train it: verbund train {name}/job.toml --workers 2")
+    files = [str(path) for path in scaffold(name)]
+    train_it = f"Train it: verbund train {files[0]} --workers 2"
+    return Answer({"status": "done", "files": files}, [*files, train_it])
 
 
 @app.command(
@@ -68,12 +107,12 @@ def train(
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Train a job; ends with a summary and a report."""
     from verbund.stage import launch
 
     whole = Job.read(job, _changes(settings, workers, strategy, cluster))
-    _finished(launch.train(whole, run, quiet=quiet), as_json)
+    return _trained(launch.train(whole, run, quiet=quiet))
 
 
 @app.command(
@@ -87,11 +126,11 @@ def resume(
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     from verbund.stage import launch
 
-    _finished(launch.resume(run, _changes(settings, workers, strategy, None), quiet=quiet), as_json)
+    return _trained(launch.resume(run, _changes(settings, workers, strategy, None), quiet=quiet))
 
 
 @app.command(epilog="Example: `verbund validate runs/latest --workers 2`")
@@ -103,17 +142,17 @@ def validate(
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """The metrics of a run's checkpoint: the same, bit for bit, for any number of workers."""
     from verbund.stage import launch
 
-    result = launch.validate(run, data=data, workers=workers, step=step, quiet=quiet)
-    if as_json:
-        _print_json(result)
-        return
-    print(f"step {result['step']}, {result['samples']} samples, {result['world']} workers")  # noqa: T201
-    for name, value in result["metrics"].items():
-        print(f"{name}: {value}")  # noqa: T201
+    found = launch.validate(run, data=data, workers=workers, step=step, quiet=quiet)
+    metrics = [f"validation {name}: {value}" for name, value in found["metrics"].items()]
+    return Answer(
+        {"status": "done", "run": str(run.resolve()), **found},
+        [f"step {found['step']}, {found['samples']} samples, {_workers(found['world'])}", *metrics],
+        metrics,
+    )
 
 
 @app.command(epilog="Example: `verbund predict runs/latest new.parquet --out predictions.parquet --workers 2`")
@@ -128,15 +167,12 @@ def predict(
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Write the model's prediction for every sample, in order, as Parquet."""
     from verbund.stage import launch
 
-    path = launch.predict(run, data, out, workers=workers, step=step, quiet=quiet)
-    if as_json:
-        _print_json({"predictions": str(path)})
-    else:
-        print(path)  # noqa: T201
+    path = str(launch.predict(run, data, out, workers=workers, step=step, quiet=quiet))
+    return Answer({"status": "done", "run": str(run.resolve()), "predictions": path}, [path])
 
 
 @app.command(epilog="Examples: `verbund report runs/latest` · `verbund report runs/latest --trace trace.json`")
@@ -147,38 +183,43 @@ def report(
         typer.Option("--trace", metavar="FILE", help="Also write a Chrome trace for ui.perfetto.dev."),
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Write a run's report anew from its journal, also while the run goes on."""
     from verbund.stage import launch
 
     summary, path = launch.report(run, trace)
-    if as_json:
-        _print_json(summary)
-    else:
-        print(path)  # noqa: T201
+    return Answer({**summary, "report": str(path)}, [str(path), *([str(trace)] if trace else [])])
 
 
 @app.command(epilog="Examples: `verbund doctor` · `verbund doctor job.toml`")
 def doctor(
-    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="Also check this job, as `train` would.")] = None,
+    job: Annotated[Path | None, typer.Argument(metavar="JOB", help="Also check this job, as `train` would.")] = None,
     settings: Settings = None,
     workers: Workers = None,
+    strategy: StrategyText = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, _changes(settings, workers, None, None)) if job else None
+    whole = Job.read(job, _changes(settings, workers, strategy, None)) if job else None
     findings = checks.examine(whole)
-    if as_json:
-        _print_json({"findings": [vars(finding) for finding in findings]})
-    else:
-        for finding in findings:
-            print(f"{finding.verdict:<7} {finding.what}: {finding.found}")  # noqa: T201
-    if any(finding.verdict == "failed" for finding in findings):
-        raise typer.Exit(InputError.exit_status)
+    failed = next((finding for finding in findings if finding.verdict == "failed"), None)
+    lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
+    return Answer(
+        {
+            "status": "failed" if failed else "done",
+            "cause": failed.record()["cause"] if failed else None,
+            "findings": [finding.record() for finding in findings],
+        },
+        list(lines.values()),
+        [line for finding, line in lines.items() if finding.verdict != "ok"],
+        InputError.exit_status if failed else 0,
+    )
 
 
 @app.command(
@@ -200,17 +241,18 @@ def export(
     step: Step = None,
     ema: Annotated[bool, typer.Option("--ema", help="The moving average in place of the weights.")] = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Write a run's model in a form that other programs read."""
-    from verbund.stage import launch
+    from verbund.stage.export import export as write
 
-    result = launch.export(run, out, form=form, step=step, ema=ema)
-    if as_json:
-        _print_json(result)
-        return
-    size = f"{result['tensors']} tensors, {result['bytes'] / 1e6:.1f} MB"
-    print(f"{result['folder']}: {result['format']} of step {result['step']}, {size}")  # noqa: T201
+    found = write(run, out, form=form, step=step, ema=ema)
+    size = f"{found['tensors']} tensors, {found['bytes'] / 1e6:.1f} MB"
+    return Answer(
+        {"status": "done", "run": str(run.resolve()), **found},
+        [f"{found['folder']}: {found['format']} of step {found['step']}, {size}"],
+    )
 
 
 def _changes(
@@ -228,54 +270,28 @@ def _changes(
     return changes
 
 
-def _finished(run: Any, as_json: bool) -> None:
-    if as_json:
-        _print_json(run.summary)
-        return
-    for line in run.headline():
-        print(line)  # noqa: T201
+def _trained(run: Run) -> Answer:
+    return Answer(run.summary, run.headline())
 
 
-def _print_json(document: Any) -> None:
-    json.dump(document, sys.stdout)
-    sys.stdout.write("\n")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+def _workers(count: int) -> str:
+    return f"{count} worker{'s' if count != 1 else ''}"
 
 
 def main() -> NoReturn:
     """Runs the command; an error becomes one short paragraph and the exit status of its kind."""
     arguments = sys.argv[1:]
+    output = Output(arguments)
+    # SIGTERM is Ctrl-C to everything here; what trains or evaluates handles both itself.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app(arguments, standalone_mode=False)
-    except VerbundError as error:
-        _fail(error, arguments)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
-    except typer.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        _say("verbund: interrupted")
-        sys.exit(130)
-    except Exception as error:
-        show = getattr(error, "show", None)  # an error of the command line's own parser
-        if show is None:
-            raise
-        show()
-        sys.exit(InputError.exit_status)
-    sys.exit(0)
-
-
-def _fail(error: VerbundError, arguments: list[str]) -> NoReturn:
-    if "--debug" in arguments:
-        _say(error.trace or "".join(traceback.format_exception(error)))
-    _say(f"verbund: {error}")
-    if "--json" in arguments and error.run is not None:
-        # The summary of a failed run says more than the error: which step, since when, at whom.
-        print((error.run / "summary.json").read_text(encoding="utf-8"))  # noqa: T201
-    sys.exit(error.exit_status)
+        answer = app(arguments or ["--help"], prog_name="verbund", standalone_mode=False)
+        if answer == Interrupted.exit_status:  # how the parser hands a KeyboardInterrupt on
+            raise KeyboardInterrupt
+    except (Exception, KeyboardInterrupt) as error:
+        sys.exit(output.error(KeyboardInterrupt() if isinstance(error, typer.Abort) else error))
+    # An exit status is what `--help` and `--version` leave.
+    sys.exit(output.answer(answer) if isinstance(answer, Answer) else answer if arguments else 2)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,22 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 
+def shortened(text: str, limit: int = 2000) -> str:
+    """A text of bounded length: its head and its tail, where it is longer."""
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail]} … [{len(text) - limit} characters] … {text[-tail:]}"
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's text, whatever its class does when it is asked for it."""
+    try:
+        return str(error).strip()
+    except Exception as another:
+        return f"(its text cannot be had: {type(another).__name__})"
+
+
 def _paragraph(where: str | None, what: str, fix: str | None) -> str:
     sentences = [part if part.endswith((".", "?", "!")) else f"{part}." for part in (what, fix) if part]
     return " ".join([f"{where}:", *sentences] if where else sentences)
@@ -29,8 +45,8 @@ class VerbundError(Exception):
     exit_status: ClassVar[int] = 1
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
-        super().__init__(what)
-        self.what = what
+        self.what = shortened(what, 10_000)
+        super().__init__(self.what)
         self.where = where
         self.fix = fix
         self.trace: str | None = None
@@ -108,7 +124,8 @@ class JobError(InputError):
 
     def record(self) -> dict[str, Any]:
         problems = [{"where": p.where, "what": p.what, "fix": p.fix} for p in self.problems]
-        return {"kind": "JobError", "what": self.what, "where": None, "fix": None, "problems": problems}
+        first = problems[0] if len(problems) == 1 else {"where": None, "what": self.what, "fix": None}
+        return {"kind": "JobError", **first, "problems": problems}
 
 
 _KINDS: dict[str, type[VerbundError]] = {

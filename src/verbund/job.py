@@ -6,24 +6,46 @@ and all problems are reported at once. Every default of the product stands here.
 
 from __future__ import annotations
 
+import copy
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from verbund.errors import InputError, JobError, Problem, nearest
+from verbund.job_problems import problems, section_at, shown
 
-Scalar = bool | int | float | str
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _paired(value: Any) -> Any:
+    """TOML has arrays only; strict models want the tuple where one is meant. One number is a square."""
+    return (value, value) if type(value) is int else tuple(value) if isinstance(value, list) else value
+
+
 Positive = Annotated[int, Field(gt=0)]
+Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Section(BaseModel):
     """Base of all parts of a job: frozen, strict, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    shorthand: ClassVar[str | None] = None
+    """The key that a bare value in place of the section stands for."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, value: Any) -> Any:
+        if cls.shorthand is not None and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return {cls.shorthand: value}
+        return value
 
 
 class Data(Section):
@@ -41,7 +63,7 @@ class Data(Section):
     concatenated along the last dimension."""
     target: str | list[str] | None = None
     """Column or columns that the loss compares with. Not needed for `next_token`."""
-    scale: dict[str, float] = {}
+    scale: Annotated[dict[str, float], Field(examples=[{"image": 255.0}])] = {}
     """Divisor per input column, applied after the cast to float32."""
     loaders: Annotated[int, Field(ge=0, le=64)] = 0
     """Loader processes per worker; 0 prefetches in a thread of the worker."""
@@ -54,7 +76,7 @@ class Data(Section):
     tokenizer: str | None = None
     """Text only: `bytes`, or the path of a Hugging Face `tokenizer.json` (extra `text`). Default: that of the model
     where the task is `hf:PATH`, else `bytes`."""
-    image_size: tuple[Positive, Positive] | None = None
+    image_size: Annotated[tuple[Positive, Positive] | None, BeforeValidator(_paired), Field(examples=[[32, 32]])] = None
     """Folders of images only: height and width that every image is resized to."""
     cache: str | None = None
     """Folder of converted data; default `$XDG_CACHE_HOME/verbund` or `~/.cache/verbund`."""
@@ -63,7 +85,7 @@ class Data(Section):
 class Group(Section):
     """Parameters whose names match, with optimiser arguments of their own."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     match: str | list[str]
     """Glob patterns over parameter names, e.g. `*.bias`. The first group that matches takes the parameter."""
     scale_lr: Annotated[float, Field(ge=0.0)] | None = None
@@ -73,10 +95,11 @@ class Group(Section):
 class Optimizer(Section):
     """A `torch.optim` optimiser by name; every other key is one of its arguments."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
+    shorthand = "name"
     name: str = "adamw"
     lr: Annotated[float, Field(ge=0.0)] = 1e-3
-    groups: list[Group] = []
+    groups: Annotated[list[Group], Field(examples=[[{"match": "*.bias", "weight_decay": 0.0}]])] = []
 
     def arguments(self) -> dict[str, Any]:
         """The arguments besides `lr` and `groups`, as given."""
@@ -86,15 +109,20 @@ class Optimizer(Section):
 class Objective(Section):
     """A loss by name."""
 
+    shorthand = "name"
     name: Literal["cross_entropy", "binary_cross_entropy", "mean_squared_error", "next_token"]
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """cross_entropy and next_token: share of the target that goes to all classes alike."""
     class_weights: list[float] | None = None
+    """cross_entropy and next_token: a weight per class."""
     ignore_index: int = -100
+    """cross_entropy and next_token: targets of this class do not count."""
 
 
 class Schedule(Section):
     """The learning rate as a function of the optimiser step alone."""
 
+    shorthand = "name"
     name: Literal["constant", "linear", "cosine", "step"] = "constant"
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises linearly from 0."""
@@ -105,6 +133,7 @@ class Schedule(Section):
     every: Positive | None = None
     """Step: the rate is multiplied by `factor` every so many steps."""
     factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Step: see `every`."""
 
     @model_validator(mode="after")
     def _step_needs_every(self) -> Schedule:
@@ -123,15 +152,17 @@ class Target(Section):
 class Patience(Section):
     """Training ends when a validation metric has not improved for `validations` validations."""
 
+    shorthand = "validations"
     metric: str = "loss"
     validations: Positive = 5
     minimum_gain: Annotated[float, Field(ge=0.0)] = 0.0
+    """What a metric must gain at least to have improved."""
 
 
 class Train(Section):
     """The training itself. It ends by whichever of epochs, steps, seconds, target, patience comes first."""
 
-    objective: Objective | None = None
+    objective: Annotated[Objective | None, Field(examples=["cross_entropy"])] = None
     """None: the task file has its own `loss`."""
     global_batch: Positive = 128
     """Samples of one optimiser step, whatever the number of workers."""
@@ -140,17 +171,17 @@ class Train(Section):
     epochs: Positive | None = None
     steps: Positive | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
-    target: Target | None = None
-    patience: Patience | None = None
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
+    target: Annotated[Target | None, Field(examples=[{"metric": "accuracy", "value": 0.9}])] = None
+    patience: Annotated[Patience | None, Field(examples=[{"metric": "loss", "validations": 5}])] = None
+    optimizer: Annotated[Optimizer, Field(examples=[{"name": "adamw", "lr": 1e-3}])] = Optimizer()
+    schedule: Annotated[Schedule, Field(examples=[{"name": "cosine", "warmup": 100}])] = Schedule()
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Upper bound of the global norm of the gradients."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of the forward and backward pass; weights and optimiser stay in float32."""
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0
     """fp16 only: first loss scale; halved when gradients overflow, doubled after 2000 steps without."""
-    activation_checkpointing: list[str] | bool = False
+    activation_checkpointing: Names | bool = False
     """True: every child of a `ModuleList` or `Sequential`; or glob patterns of module names."""
     compile: bool = False
     """`torch.compile` the model."""
@@ -173,7 +204,7 @@ class Validate(Section):
     """Steps between two validations, `epoch`, or `end`."""
     batch: Positive = 256
     """Samples of one evaluation batch; its composition never depends on the workers."""
-    metrics: list[str] | None = None
+    metrics: Annotated[Names | None, Field(examples=[["accuracy"]])] = None
     """Names; default: what fits the objective."""
 
 
@@ -191,9 +222,20 @@ class Checkpoint(Section):
 class Strategy(Section):
     """How the work is divided: a mesh inside an island, an exchange between islands."""
 
-    mesh: dict[str, int] = {}
+    mesh: Annotated[dict[str, int], Field(examples=[{"data": 2}])] = {}
+    """Sizes of the axes `data` (replicas share the samples), `shard` (so do workers that hold a share of every
+    parameter), `tensor` (workers share every large operation) and `pipeline` (workers share the layers)."""
     islands: int = 1
     exchange: str = "all_reduce"
+    """How islands combine what they learn; this version has one island, and so nothing to exchange."""
+    zero: Literal[1, 2, 3] = 3
+    """Axis `shard`: what is divided all the time: 1 optimiser states, 2 gradients too, 3 parameters too."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"] = "1f1b"
+    """Axis `pipeline`: the order in which a stage computes micro-batches."""
+    chunks: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
+    balance: Literal["cost", "memory"] = "cost"
+    """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -203,8 +245,6 @@ class Strategy(Section):
                 problems.append(f"`{axis}` is no axis of a mesh. {nearest(axis, AXES)}")
             elif size < 1:
                 problems.append(f"axis `{axis}` has {size} workers; it needs at least 1")
-            elif axis not in AXES_BUILT and size > 1:
-                problems.append(f"axis `{axis}` is not available in this version; use `data`")
         if self.islands < 1:
             problems.append(f"{self.islands} islands; at least 1 is needed")
         elif self.islands > 1:
@@ -213,9 +253,19 @@ class Strategy(Section):
             problems.append(f"`{self.exchange}` is no exchange. {nearest(self.exchange, EXCHANGES)}")
         elif self.exchange != "all_reduce":
             problems.append(f"exchange `{self.exchange}` is not available in this version; use `all_reduce`")
+        if self.chunks is not None and self.chunks > 1 and not self.schedule.startswith("interleaved"):
+            problems.append(
+                f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
+                f"not `{self.schedule}`"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def stages_per_worker(self) -> int:
+        """Pipeline stages of each worker."""
+        return self.chunks or (2 if self.schedule.startswith("interleaved") else 1)
 
     @property
     def world(self) -> int:
@@ -224,7 +274,6 @@ class Strategy(Section):
 
 
 AXES = ("data", "shard", "tensor", "pipeline")
-AXES_BUILT = ("data",)
 EXCHANGES = ("all_reduce", "local_sgd", "diloco", "parameter_server", "federated")
 
 
@@ -265,6 +314,7 @@ class Job(Section):
     name: str | None = None
     """Name of the run's directory; default: that of the job file."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the initial weights, the order, the split and all that is drawn."""
     data: Data = Data()
     train: Train = Train()
     validate_: Validate = Field(default=Validate(), alias="validate")
@@ -275,7 +325,7 @@ class Job(Section):
     folder: str = Field(default=".", exclude=True)
     """Folder that relative paths of this job start from; set by `read`, absolute in a run."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     @model_validator(mode="after")
     def _whole(self) -> Job:
@@ -290,6 +340,11 @@ class Job(Section):
             problems.append(
                 "`train.target` and `train.patience` need validation data: "
                 "give `data.validation` or `data.validation_fraction`"
+            )
+        if train.compile and train.activation_checkpointing and train.randomness == "sample":
+            problems.append(
+                "`train.compile` with `train.activation_checkpointing` cannot key what is drawn by the sample: "
+                'leave one of them out, or set `train.randomness = "worker"`'
             )
         if self.data.validation is not None and self.data.validation_fraction > 0:
             problems.append("give `data.validation` or `data.validation_fraction`, not both")
@@ -314,7 +369,9 @@ class Job(Section):
         except FileNotFoundError:
             raise JobError([Problem(str(path), "no such job file", "`verbund init NAME` writes one")]) from None
         except IsADirectoryError:
-            raise JobError([Problem(str(path), "is a folder, not a job file")]) from None
+            inside = path / "job.toml"
+            fix = f"There is {inside}" if inside.is_file() else None
+            raise JobError([Problem(str(path), "is a folder, not a job file", fix)]) from None
         except (OSError, UnicodeDecodeError) as error:
             raise JobError([Problem(str(path), f"cannot be read: {error}")]) from None
         except tomllib.TOMLDecodeError as error:
@@ -325,15 +382,19 @@ class Job(Section):
     @staticmethod
     def build(raw: dict[str, Any], changes: dict[str, Any], *, source: str, folder: Path) -> Job:
         """Checks `raw`, with `changes` applied, as a job whose paths are relative to `folder`."""
+        raw = copy.deepcopy(raw)
         for key, value in changes.items():
             _change(raw, key, value)
-        if isinstance(objective := raw.get("train", {}).get("objective"), str):
-            raw["train"]["objective"] = {"name": objective}
-        _tuples(raw)
+        if "folder" in raw:
+            raise JobError([Problem(f"{source}, folder", "unknown key", "Paths are relative to the job file's folder")])
         try:
             return Job.model_validate({**raw, "folder": str(folder)})
         except ValidationError as error:
-            raise JobError(_problems(error, source)) from None
+            found = []
+            for key, problem in problems(error, Job, raw):
+                place = "arguments" if key and any(_touches(key, changed) for changed in changes) else source
+                found.append(replace(problem, where=f"{place}, {key}" if key else place))
+            raise JobError(found) from None
 
     def path(self, relative: str) -> Path:
         """A path of the job, relative to the job file's folder."""
@@ -370,7 +431,7 @@ def parse_changes(settings: list[str]) -> dict[str, Any]:
     changes = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
+        if not equals or not all(part.strip() for part in key.split(".")):
             raise InputError(f"`{setting}` is no setting", where="--set", fix="Write KEY=VALUE, e.g. train.steps=100")
         changes[key.strip()] = parse_value(text.strip())
     return changes
@@ -400,71 +461,29 @@ def parse_strategy(text: str) -> dict[str, Any]:
 
 
 def _change(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Puts `value` at the dotted `key` of `raw`.
+
+    Raises:
+        JobError: if the key leads through something that is no table.
+    """
     *path, last = key.split(".")
     place = raw
-    for part in path:
+    for depth, part in enumerate(path, start=1):
         inner = place.setdefault(part, {})
-        if not isinstance(inner, dict):
-            inner = place[part] = {"name": inner}
+        if isinstance(inner, Section):
+            inner = inner.model_dump(by_alias=True, exclude_none=True)
+        elif not isinstance(inner, dict):
+            whole = ".".join(path[:depth])
+            short = getattr(section_at(Job, path[:depth]), "shorthand", None)
+            if short is None:
+                what = f"`{whole}` is {shown(inner)}, which has no keys"
+                raise JobError([Problem(f"arguments, {key}", what, f"Set `{whole}` as a whole")])
+            inner = {short: inner}
+        place[part] = inner
         place = inner
     place[last] = value
 
 
-def _tuples(raw: dict[str, Any]) -> None:
-    """TOML has arrays only; strict models want the tuple where one is meant."""
-    data = raw.get("data")
-    if isinstance(data, dict) and isinstance(data.get("image_size"), list):
-        data["image_size"] = tuple(data["image_size"])
-
-
-def _problems(error: ValidationError, source: str) -> list[Problem]:
-    problems: list[Problem] = []
-    seen: set[str] = set()
-    for item in error.errors(include_url=False):
-        location = [str(part) for part in item["loc"]]
-        fields = _fields(location[:-1])
-        if item["type"] == "extra_forbidden":
-            key = ".".join(location)
-            problems.append(Problem(f"{source}, {key}", "unknown key", nearest(location[-1], fields)))
-            continue
-        # A union reports each of its members below the field's own name; the user wants the field once.
-        key = ".".join(_known(location))
-        message = str(item["ctx"]["error"]) if item["type"] == "value_error" else item["msg"]
-        if key in seen:
-            continue
-        seen.add(key)
-        if item["type"] not in ("value_error", "missing"):
-            message = f"{message[0].lower()}{message[1:]}, but is {item['input']!r}"
-        for part in message.splitlines():
-            problems.append(Problem(f"{source}, {key}" if key else source, part))
-    return problems
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    for candidate in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(candidate, type) and issubclass(candidate, Section):
-            return candidate
-    return None
-
-
-def _fields(location: list[str]) -> list[str]:
-    """The known keys of the section at `location`."""
-    section: type[Section] = Job
-    for part in location:
-        for name, field in section.model_fields.items():
-            if part == (field.alias or name):
-                section = _section(field.annotation) or section
-    return [field.alias or name for name, field in section.model_fields.items() if not field.exclude]
-
-
-def _known(location: list[str]) -> list[str]:
-    """The part of a location that names keys, without the names of a union's members."""
-    known = []
-    fields = _fields([])
-    for part in location:
-        if part in fields:
-            known.append(part)
-            fields = _fields(known)
-        elif part.isdigit() or not known or known[0] not in ("data", "train", "validate", "checkpoint", "strategy"):
-            known.append(part)
-    return known
+def _touches(key: str, changed: str) -> bool:
+    """Whether one of the dotted keys is the other, or a part of it."""
+    return f"{key}.".startswith(f"{changed}.") or f"{changed}.".startswith(f"{key}.")

@@ -141,8 +141,10 @@ def check_targets(objective: Objective, targets: Any, output: Any, ids: Sequence
             classes = scores.shape[1] if scores.ndim > 1 else None
         bad = found < 0 if classes is None else (found < 0) | (found >= classes)
         bad &= found != objective.ignore_index
-        last = "" if classes is None else f" to {classes - 1}"
-        expected = f"classes are 0{last}, or {objective.ignore_index} to be ignored"
+        known = (
+            "classes begin at 0" if classes is None else f"the model has {classes} outputs, classes 0 to {classes - 1}"
+        )
+        expected = f"{known}; {objective.ignore_index} is ignored"
     else:
         bad = ~found.isfinite()
         expected = "a finite number is needed"

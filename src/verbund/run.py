@@ -29,6 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from verbund import plain_json
 from verbund.checkpoint import durable
 from verbund.checkpoint.store import sweep
 from verbund.errors import InputError, RunFailed, VerbundError
@@ -87,7 +88,8 @@ class Run:
         if not path.is_dir():
             raise InputError("is a file, not a run's directory", where=str(path), fix="`train` takes job files")
         if not (path / "job.toml").is_file() or not (path / "origin.json").is_file():
-            raise InputError("is not a run's directory: it has no job.toml and origin.json", where=str(path))
+            fix = f"The newest run is {path / _LATEST}" if (path / _LATEST).exists() else None
+            raise InputError("is not a run's directory: it has no job.toml and origin.json", where=str(path), fix=fix)
         return Run(path.resolve())
 
     @property
@@ -219,6 +221,38 @@ class Run:
         finally:
             os.close(descriptor)
 
+    def check_there(self, *journals: str) -> None:
+        """Checks that the directory was not taken away while the run was trained.
+
+        Args:
+            journals: names of files that must be in `journal/`.
+
+        Raises:
+            RunFailed: naming what is gone.
+        """
+        for path in (self.path, self.path / "job.toml", self.journal, *(self.journal / name for name in journals)):
+            if not path.exists():
+                raise RunFailed(
+                    "was removed or renamed while the run was trained",
+                    where=str(path),
+                    fix="Leave a run's directory as it is until the run has ended",
+                )
+
+    @property
+    def being_trained(self) -> bool:
+        """Whether somebody holds `lock`."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     def headline(self) -> list[str]:
         """The result in a few lines, for a terminal."""
         summary = self.summary
@@ -226,7 +260,7 @@ class Run:
         seconds = summary.get("seconds") or {}
         facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
         if (last := loss.get("last")) is not None:
-            facts.append(f"loss {last:.6g}")
+            facts.append(f"training loss {last:.6g}")
         if (total := seconds.get("total")) is not None:
             facts.append(f"{total:.1f} s")
         if (rate := summary.get("samples_per_second")) is not None:
@@ -236,10 +270,10 @@ class Run:
             if isinstance(metric, dict) and isinstance(value := metric.get("last"), int | float):
                 best = metric.get("best")
                 tail = f" (best {best:.6g})" if isinstance(best, int | float) and best != value else ""
-                lines.append(f"{name}: {value:.6g}{tail}")
-        lines.append(f"run: {self.path}")
+                lines.append(f"validation {name}: {value:.6g}{tail}")
+        lines.append(f"run: {_from_here(self.path)}")
         if self.report.is_file():
-            lines.append(f"report: {self.report}")
+            lines.append(f"report: {_from_here(self.report)}")
         return lines
 
     # -- files ---------------------------------------------------------------------------------------------
@@ -296,8 +330,13 @@ class Run:
         )
 
 
+def _from_here(path: Path) -> Path:
+    """The path as one would type it: relative if it is below the current directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2).encode() + b"\n"
+    return plain_json.text(value).encode()
 
 
 def _unwritten(path: Path, error: OSError) -> VerbundError:

@@ -9,6 +9,8 @@ Face model (`hf:PATH`, see `verbund.interop.huggingface`).
     augment(batch, random) -> batch             training only, randomness keyed by the sample
     dataset() -> map-style torch Dataset        in place of `data.train`
     validation_dataset() -> Dataset             in place of `data.validation`
+    tensor_plan() -> dict                       how the axis `tensor` cuts modules   default: detection
+    pipeline_plan() -> list[str]                modules at which stages may begin    default: children of ModuleLists
     couples = True                              samples interact in the loss: see `train.group`
 
 `batch` is a dict of column name to tensor, dimension 0 being the sample.
@@ -19,14 +21,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import Problem, TaskError, nearest
+from verbund.errors import Problem, TaskError, VerbundError, nearest, text_of
 from verbund.job import Job
 
 if TYPE_CHECKING:
@@ -36,7 +38,18 @@ if TYPE_CHECKING:
 
 Columns = dict[str, Any]
 HUGGING_FACE = "hf:"
-FUNCTIONS = ("model", "inputs", "targets", "loss", "metrics", "augment", "dataset", "validation_dataset")
+FUNCTIONS = (
+    "model",
+    "inputs",
+    "targets",
+    "loss",
+    "metrics",
+    "augment",
+    "dataset",
+    "validation_dataset",
+    "tensor_plan",
+    "pipeline_plan",
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Task:
     couples: bool
     own: frozenset[str]
     """Which of the functions the file itself has."""
+    tensor_plan: Callable[[], dict[str, Any]] | None = None
+    pipeline_plan: Callable[[], list[str]] | None = None
 
     def build(self) -> nn.Module:
         """Calls the user's `model()`.
@@ -107,8 +122,37 @@ def needs_transformers(job: Job) -> bool:
     return any(name.split(".")[0] == "transformers" for name in imported)
 
 
-def load(job: Job) -> Task:
+def functions(job: Job) -> frozenset[str]:
+    """Which of `FUNCTIONS` the task file has, read off its text without running it; all where it imports `*`."""
+    if job.task.startswith(HUGGING_FACE):
+        return frozenset(("model", "inputs", "targets"))
+    try:
+        tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    names = set(_bound(tree))
+    return frozenset(FUNCTIONS) if "*" in names else frozenset(name for name in FUNCTIONS if name in names)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that running a module binds; what its functions and classes bind inside is not among them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name
+        elif not isinstance(child, (ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _bound(child)
+
+
+def load(job: Job, columns: Sequence[str] = ()) -> Task:
     """Runs the task file, or finds the Hugging Face model, and fills in what the job names.
+
+    Args:
+        job: names the file.
+        columns: those of the data, to name them to who has forgotten to.
 
     Raises:
         TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
@@ -135,16 +179,19 @@ def load(job: Job) -> Task:
             where=str(path),
             fix="Express the task as one loss over one set of parameters, or train the models as separate jobs",
         )
+    validation = getattr(module, "validation_dataset", None)
     return Task(
         file=path,
-        model=module.model,
-        inputs=getattr(module, "inputs", None) or _default_inputs(job, path),
-        targets=getattr(module, "targets", None) or default_targets(job, path),
+        model=_named_errors(module.model, path),
+        inputs=getattr(module, "inputs", None) or _default_inputs(job, path, columns),
+        targets=getattr(module, "targets", None) or default_targets(job, path, columns),
         loss=_loss(module, job, path),
         metrics=_metrics(module, path),
-        augment=getattr(module, "augment", None),
+        augment=_augment(module, path),
         dataset=_dataset(module, job, path),
-        validation_dataset=getattr(module, "validation_dataset", None),
+        validation_dataset=_named_errors(validation, path) if validation is not None else None,
+        tensor_plan=getattr(module, "tensor_plan", None),
+        pipeline_plan=getattr(module, "pipeline_plan", None),
         couples=bool(getattr(module, "couples", False)),
         own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )
@@ -164,7 +211,7 @@ def _execute(path: Path) -> ModuleType:
     except Exception as error:
         line = _line_in(error, path)
         raise TaskError(
-            f"{type(error).__name__} while it was imported: {error}",
+            f"{type(error).__name__} while it was imported: {text_of(error)}",
             where=f"{path}{f', line {line}' if line else ''}",
         ) from error
     return module
@@ -184,14 +231,50 @@ def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | No
     dataset: Callable[[], Any] | None = getattr(module, "dataset", None)
     if job.data.train is None and dataset is None:
         raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(path))
-    return dataset if job.data.train is None else None
+    return _named_errors(dataset, path) if job.data.train is None and dataset is not None else None
+
+
+def _named_errors(function: Callable[[], Any], path: Path) -> Callable[[], Any]:
+    """`function`, whose exceptions say where in the task file they came from."""
+
+    def called() -> Any:
+        try:
+            return function()
+        except (VerbundError, MemoryError):
+            raise
+        except Exception as error:
+            line = _line_in(error, path)
+            raise TaskError(
+                f"{type(error).__name__} in `{function.__name__}()`: {error}",
+                where=f"{path}{f', line {line}' if line else ''}",
+            ) from error
+
+    return called
+
+
+def _augment(module: ModuleType, path: Path) -> Callable[[Columns, Any], Columns] | None:
+    own = getattr(module, "augment", None)
+    if own is None:
+        return None
+
+    def augment(batch: Columns, random: Any) -> Columns:
+        result = own(batch, random)
+        if not isinstance(result, dict):
+            raise TaskError(
+                f"`augment` returned a {type(result).__name__}, not a batch",
+                where=str(path),
+                fix="Return a dict of columns, such as the one that it is given",
+            )
+        return result
+
+    return augment
 
 
 def _names(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
+def _default_inputs(job: Job, path: Path, columns: Sequence[str]) -> Callable[[Columns], Any]:
     import torch
 
     objective = job.train.objective
@@ -202,7 +285,11 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names and job.data.train is None:
         names = ["input"]
     if not names:
-        raise TaskError("no input: neither `data.input` in the job nor `inputs(batch)` here", where=str(path))
+        raise TaskError(
+            "no input: neither `data.input` in the job nor `inputs(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "input"),
+        )
     scales = job.data.scale
 
     def cast(batch: Columns, name: str) -> Tensor:
@@ -228,7 +315,7 @@ def _default_inputs(job: Job, path: Path) -> Callable[[Columns], Any]:
     return concatenated
 
 
-def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
+def default_targets(job: Job, path: Path, columns: Sequence[str] = ()) -> Callable[[Columns], Any]:
     """What the loss compares with, from `data.target` and the objective."""
     import torch
 
@@ -243,7 +330,11 @@ def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
     if not names:
         if objective is None:
             return lambda batch: batch
-        raise TaskError("no target: neither `data.target` in the job nor `targets(batch)` here", where=str(path))
+        raise TaskError(
+            "no target: neither `data.target` in the job nor `targets(batch)` here",
+            where=str(path),
+            fix=_one_of(columns, "target"),
+        )
 
     def cast(value: Tensor) -> Tensor:
         if name == "cross_entropy":
@@ -261,6 +352,13 @@ def default_targets(job: Job, path: Path) -> Callable[[Columns], Any]:
         return torch.cat([part.unsqueeze(-1) if part.dim() == 1 else part for part in parts], dim=-1)
 
     return stacked
+
+
+def _one_of(columns: Sequence[str], key: str) -> str | None:
+    if not columns:
+        return None
+    some = ", ".join(f"`{name}`" for name in columns[:8]) + (", …" if len(columns) > 8 else "")
+    return f"The data has {some}: name one or more as `{key}` in [data]"
 
 
 def column_of(batch: Columns, name: str, path: Path) -> Tensor:

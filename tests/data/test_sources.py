@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbund.data import lines
+from verbund.data.check import Wanted, check_columns
 from verbund.data.manifest import Manifest, block_of, vocabulary
-from verbund.data.prepare import Prepared, check_columns, prepare
+from verbund.data.prepare import Prepared, prepare
 from verbund.data.samples import ColumnFiles
 from verbund.errors import DataError
 from verbund.job import Data
@@ -119,14 +121,14 @@ def test_columns_of_no_fixed_shape_are_refused_only_when_used(tmp_path: Path) ->
     )
     data = Data(train=name, cache="cache", input="y", target="y")
     prepared = prepare(data, folder=tmp_path)
-    assert check_columns(prepared, data, None) == []
+    assert check_columns(prepared, data, Wanted()) == []
     for column, reason in {
         "ragged": "different lengths (1 to 2)",
         "nested": "nested",
         "raw": "type binary",
         "nothing": "no values",
     }.items():
-        (problem,) = check_columns(prepared, data.model_copy(update={"input": column}), None)
+        (problem,) = check_columns(prepared, data.model_copy(update={"input": column}), Wanted())
         assert problem.where == "data.input"
         assert column in problem.what
         assert reason in problem.what
@@ -572,3 +574,21 @@ def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     prepare(Data(train=parquet(tmp_path, a=[1, 2]), cache="cache"), folder=tmp_path, notify=told.append)
     assert any("2 rows" in line for line in told)
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "circle", "nowhere", "nothing"])
+def test_sources_that_cannot_be_read(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "d.csv"
+    expected = {
+        "pipe": "is a pipe, which can be read only once",
+        "device": "is a device",
+        "circle": "is a link in a circle",
+        "nowhere": "is a link to gone.csv, which is not there",
+        "nothing": "data.train: names no source",
+    }[kind]
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind != "nothing":
+        place.symlink_to({"device": "/dev/zero", "circle": "d.csv", "nowhere": "gone.csv"}[kind])
+    with pytest.raises(DataError, match=expected):
+        store(tmp_path, "" if kind == "nothing" else "d.csv")

@@ -4,7 +4,7 @@ A test takes one by name:
 
     job = models.job("gpt", tmp_path, {"strategy.mesh": {"data": 2}})
 
-All of them give the same numbers however the work is divided: no dropout, no batch statistics.
+All of them give the same numbers however the work is divided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from verbund.job import Job
 
-PLAIN = ("mlp", "convnet", "gpt")
+PLAIN = ("mlp", "convnet", "gpt", "encoder")
 TRANSFORMERS = ("llama", "bert")
 """These need the package transformers."""
 ALL = PLAIN + TRANSFORMERS

@@ -54,8 +54,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
         self.lm_head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -67,6 +68,18 @@ class GPT(nn.Module):
 
 def model() -> nn.Module:
     return GPT()
+
+
+def tensor_plan() -> dict[str, Any]:
+    """How the axis `tensor` cuts the blocks: by whole heads."""
+    return {
+        "blocks.*.attention.qkv": {"cut": "column", "parts": 3, "units": HEADS},
+        "blocks.*.attention.out": {"cut": "row", "units": HEADS},
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "tokens": "embedding",
+        "lm_head": "column+gather",
+    }
 
 
 def raw_job(folder: Path) -> dict[str, Any]:

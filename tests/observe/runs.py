@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from verbund.mesh.pipeline.schedule import actions, simulate
 from verbund.observe.events import Journal
 
 MS = 1_000_000
@@ -59,3 +61,61 @@ def write_run(
             journal.path.write_text(text)
         journal.close()
     return max(now)
+
+
+def write_pipeline(
+    run_dir: Path,
+    schedule: str = "1f1b",
+    *,
+    ranks: int = 2,
+    chunks: int = 1,
+    micro_batches: int = 4,
+    steps: int = 10,
+    replicas: int = 1,
+    outermost: bool = False,
+    costs: Mapping[str, float] | None = None,
+    slow: int | None = None,
+    message: float = 0.0,
+    hosts: bool = False,
+) -> None:
+    """Writes a run of pipelines: a pass takes the milliseconds that `costs` says (F 2, B 4, I 2, W 2), three times as
+    many in the stage `slow`; a message takes `message`. Before a step are 2 ms of data, after it 3 ms of optimiser. The
+    first step takes ten times as long.
+
+    Args:
+        outermost: whether the ranks of a pipeline are `replicas` apart, instead of next to each other.
+    """
+    costs = {"F": 2.0, "B": 4.0, "I": 2.0, "W": 2.0, **(costs or {})}
+    lists = actions(schedule, ranks, chunks, micro_batches)
+    timed = simulate(lists, lambda a: costs[a.kind] * (3 if a.stage == slow else 1), message)
+    length = max(t.end for t in timed)
+    journals = [Journal(run_dir / "journal", "worker", rank, 1) for rank in range(ranks * replicas)]
+    now = time.monotonic_ns()
+    for journal in journals:
+        journal.add("start", 0, now, now + 100 * MS)
+    journals[0].event("pipeline", schedule=schedule, ranks=ranks, chunks=chunks, micro_batches=micro_batches)
+    now += 100 * MS
+    for step in range(steps):
+        unit = MS * (10 if step == 0 else 1)
+        begin = now + 2 * MS
+        for worker, journal in enumerate(journals):
+            rank, replica = (worker // replicas, worker % replicas) if outermost else (worker % ranks, worker // ranks)
+            at = begin + replica * MS // 2
+            journal.add("data", step, at - 2 * MS, at)
+            clock = 0.0
+            for _, (kind, stage, micro_batch), start, end in (t for t in timed if t.rank == rank):
+                if start > clock:
+                    journal.received(step, stage, micro_batch, at + round(clock * unit), at + round(start * unit))
+                journal.action(step, kind, stage, micro_batch, at + round(start * unit), at + round(end * unit))
+                clock = end
+            end_of_step = at + round(length * unit)
+            journal.add("compute", step, end_of_step, end_of_step + 3 * MS)
+        journals[0].step(step, 1 / (step + 1), 8.0, 8, 1e-3)
+        now = begin + round(length * unit) + 4 * MS
+    for rank, journal in enumerate(journals):
+        journal.totals("memory", peak=1_000_000 * (rank + 1))
+        journal.flush()
+        if hosts:
+            text = journal.path.read_text().replace('"host":"', f'"host":"h{rank}-', 1)
+            journal.path.write_text(text)
+        journal.close()

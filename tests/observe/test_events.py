@@ -21,10 +21,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "worker", 3, 2, island=1)
     journal.add("compute", 0, 100, 350)
     journal.collective(0, 1, 200, 220, 300)
+    journal.action(0, "W", 5, 6, 400, 450)
+    journal.received(0, 5, 6, 350, 400)
     journal.step(0, 0.5, 4.0, 4, 1e-3)
     journal.event("note", text="ä 'x'")
     journal.totals("links", links={"1.2.3.4:5": (7, 8)})
     journal.totals("memory", peak=99)
+    journal.totals("held", parameters=40, whole=80)
+    journal.totals("held", parameters=44, optimizer=88, whole=80)
     journal.totals("energy", joules=1.5, how="RAPL")
     journal.close()
     journal.close()
@@ -32,6 +36,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (found.role, found.rank, found.generation, found.island, found.ended) == ("worker", 3, 2, 1, True)
     assert found.spans.tolist() == [[0, 0, 100, 250]]
     assert found.collectives.tolist() == [[0, 1, 200, 220, 300]]
+    assert found.actions.tolist() == [[0, 3, 5, 6, 400, 50]]
+    assert found.receives.tolist() == [[0, 5, 6, 350, 400]]
+    assert found.held == {"parameters": 44, "optimizer": 88, "whole": 80}
     assert found.steps.tolist() == [[0, 0.5, 4.0, 4.0, 1e-3]]
     assert found.links == {"1.2.3.4:5": (7, 8)}
     assert (found.peak_bytes, found.joules, found.damaged) == (99, (1.5, "RAPL"), 0)
@@ -86,6 +93,8 @@ def test_a_journal_at_its_limit_thins_spans_and_keeps_steps(tmp_path: Path) -> N
     for step in range(60_000):
         journal.add("compute", step, step * 10, step * 10 + 5)
         journal.collective(step, 0, step, step, step)
+        journal.action(step, "F", 0, 0, step * 10, step * 10 + 5)
+        journal.received(step, 0, 0, step * 10, step * 10)
         if step % 500 == 0:
             journal.add("validate", step, step, step + 1)
         if step % 50 == 0:
@@ -99,10 +108,11 @@ def test_a_journal_at_its_limit_thins_spans_and_keeps_steps(tmp_path: Path) -> N
     assert len(strides) >= 5
     assert firsts == sorted(firsts)
     compute = found.spans[found.spans[:, 0] == 0, 1]
-    for number, stride in enumerate(strides[:-1]):
-        era = compute[(compute >= firsts[number]) & (compute < firsts[number + 1])]
-        assert len(era)
-        assert not (era % stride).any()
+    for kept in (compute, found.collectives[:, 0], found.actions[:, 0], found.receives[:, 0]):
+        for number, stride in enumerate(strides[:-1]):
+            era = kept[(kept >= firsts[number]) & (kept < firsts[number + 1])]
+            assert len(era)
+            assert not (era % stride).any()
     assert (found.spans[:, 0] == 4).sum() == 120
     assert found.steps[:, 0].tolist() == [7]
 

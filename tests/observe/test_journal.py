@@ -37,15 +37,22 @@ keys = (
     "metrics",
     "joules",
     "text",
+    "whole",
+    "optimizer",
+    "schedule",
+    "ranks",
+    "chunks",
+    "micro_batches",
 )
-kinds = ("head", "spans", "collectives", "steps", "links", "memory", "energy", "event", "end", "new")
+kinds = ("head", "spans", "collectives", "actions", "receives", "steps", "links", "memory", "held", "energy", "event",
+         "end", "new")  # fmt: skip
 lines = st.builds(
     lambda kind, fields: {"t": kind, **fields},
     st.sampled_from(kinds),
     st.dictionaries(st.sampled_from(keys), values, max_size=4),
 )
 named = st.builds(
-    lambda line, name: {**line, "name": name}, lines, st.sampled_from(["validation", "failure", "thinned"])
+    lambda line, name: {**line, "name": name}, lines, st.sampled_from(["validation", "failure", "thinned", "pipeline"])
 )
 
 
@@ -111,6 +118,24 @@ def test_a_torn_last_line_costs_that_line_only() -> None:
 def test_rows_that_are_none_are_dropped_and_counted(rows: Any) -> None:
     (found,) = read_lines(HEAD, {"t": "spans", "rows": rows}, {"t": "spans", "rows": [0, 0, 0, 1]})
     assert found.spans.tolist() == [[0, 0, 0, 1]]
+    assert found.damaged == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        ("actions", [0, 1, 2, 3, 4, 5], [0, 4, 2, 3, 4, 5]),
+        ("actions", [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, -5]),
+        ("actions", [0, 1, 2, 3, 4, 5], [1 << 40, 1, 2, 3, 4, 5]),
+        ("actions", [0, 1, 2, 3, 4, 5], [0, 1, 1 << 20, 3, 4, 5]),
+        ("receives", [0, 1, 2, 3, 4], [0, 1, 2, 3, 2]),
+        ("receives", [0, 1, 2, 3, 4], [0, -1, 2, 3, 4]),
+        ("receives", [0, 1, 2, 3, 4], [0, 1, 1 << 30, 3, 4]),
+    ],
+)
+def test_passes_that_cannot_be_are_dropped_and_counted(kind: str, good: list[int], bad: list[int]) -> None:
+    (found,) = read_lines(HEAD, {"t": kind, "rows": [*good, *bad]})
+    assert getattr(found, kind).tolist() == [good]
     assert found.damaged == 1
 
 

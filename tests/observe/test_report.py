@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runs import write_run
+from runs import write_pipeline, write_run
 
 from verbund.errors import RunFailed
 from verbund.observe.events import Journal
 from verbund.observe.journal import read
 from verbund.observe.report import lanes, write_report
 from verbund.observe.report.curve import curve
+from verbund.observe.report.pipeline import PASSES, pipeline
 from verbund.observe.report.scale import Scale, fit, linear_ticks, number, seconds, size
 from verbund.observe.summary import summarise
 from verbund.observe.timeline import merge
@@ -172,6 +173,73 @@ def test_the_newest_generation_is_shown_from_where_it_went_on(tmp_path: Path) ->
     assert "Last steps: 58 to 69" in page.text
 
 
+def _section(text: str, title: str) -> str:
+    return text[text.index(f">{title}</h2>") :].split("</section>")[0]
+
+
+def test_a_pipelines_step_is_drawn_pass_by_pass_and_compared_with_its_schedule(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=4, micro_batches=8, message=0.5)
+    _, text = report(tmp_path)
+    drawn = _section(text, "Pipeline")
+    page = Page(drawn.split("</h2>")[1])
+    assert "1f1b, 4 stages on 4 workers, 8 micro-batches." in page.text
+    assert "% of a step, as measured; 27.3 % by the schedule with the times" in page.text
+    assert "The first micro-batch had left the last stage after 9.5 ms." in page.text
+    assert "samples per second" in page.text
+    passes = [attributes["class"] for tag, attributes in page.tags if tag == "rect"]
+    assert (passes.count("forward"), passes.count("backward")) == (32, 32)
+    titles = re.findall(r"<title>(.*?)</title>", drawn)
+    assert len(titles) == 64
+    assert "stage 3, micro-batch 7: backward 4 ms" in titles
+    # All lie within the frame, and the numbers are those of micro-batches.
+    for x, width in re.findall(r'<rect [^>]*?x="([\d.]+)"[^>]* width="([\d.]+)"', drawn):
+        assert 0 <= float(x) <= float(x) + float(width) <= lanes.WIDTH + 0.1
+    numbers = re.findall(r'<text class="inside"[^>]*>(\d+)</text>', drawn)
+    assert set(numbers) == set(map(str, range(8)))
+
+
+def test_the_parts_of_a_backward_pass_and_chunks_are_told_apart(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, "interleaved_zero_bubble", ranks=2, chunks=2, micro_batches=4)
+    page = Page(pipeline(summarise(tmp_path, status="done"), read(tmp_path / "journal")))
+    rects = [attributes for tag, attributes in page.tags if tag == "rect"]
+    for kind in ("forward", "backward", "weights"):
+        shades = [r.get("fill-opacity") for r in rects if r["class"] == kind]
+        assert sorted(shades, key=str) == ["0.50"] * 8 + [None] * 8
+    assert "stages 0, 2" in page.text
+    for words in ("backward for the input", "backward for the weights", "paler: a worker's later stages"):
+        assert words in page.text
+
+
+def test_a_large_pipeline_is_drawn_in_part(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=40, micro_batches=60, steps=1)
+    drawn = pipeline(summarise(tmp_path, status="done"), read(tmp_path / "journal"))
+    assert drawn.count("<rect") == PASSES
+    assert f"shown are {PASSES} of 4800 passes" in drawn
+
+
+def test_a_pipeline_that_could_not_be_measured_is_said_in_words(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=2, hosts=True)
+    _, text = report(tmp_path)
+    drawn = _section(text, "Pipeline")
+    assert "Idle (not measured) of a step" in drawn
+    assert "<svg" not in drawn
+    write_run(tmp_path / "none", steps=3)
+    assert pipeline(summarise(tmp_path / "none", status="done"), read(tmp_path / "none" / "journal")) == ""
+
+
+def test_what_each_worker_holds_is_a_table(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    for rank in range(2):
+        journal = Journal(tmp_path / "journal", "worker", rank, 1)
+        journal.totals("held", parameters=400, gradients=400, optimizer=800 + rank, ema=0, buffers=0, whole=3200)
+        journal.close()
+    page, text = report(tmp_path)
+    assert "What each worker holds (one process alone: 3.2 kB)" in page.text
+    (row,) = re.findall(r"<tr><th scope=\"row\">worker 1</th>(?:(?!</tr>).)*50.0 %.*?</tr>", text)
+    cells = re.findall(r"<td>(.*?)</td>", row)
+    assert cells == ["400 B", "400 B", "801 B", "1.6 kB", "50.0 %", "2 MB"]
+
+
 @pytest.mark.parametrize(("steps", "expected"), [(1, 1), (2, 1), (13, 2), (30, 3)])
 def test_windows_do_not_overlap(tmp_path: Path, steps: int, expected: int) -> None:
     write_run(tmp_path, steps=steps)
@@ -189,11 +257,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.none() | st.floats()), max_size=130))
+@example([(0, 0.0), (1, 1.7e308)])
 @settings(max_examples=80, deadline=None)
 def test_any_curve_is_drawn_within_its_frame(raw: list[tuple[int, float | None]]) -> None:
     points = sorted(raw, key=lambda point: point[0])
     drawn = curve("x", points, better="larger")
-    finite = [y for _, y in points if y is not None and abs(y) < float("inf")]
+    finite = [y for _, y in points if y is not None and abs(y) < 1e300]
     assert (drawn == "") == (not finite)
     for path in re.findall(r' d="M([^"]*)"', drawn):
         for pair in path.split("L"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import MS, write_run
+from runs import MS, write_pipeline, write_run
 
 from verbund.observe.events import NEVER, SPANS, Journal
 from verbund.observe.journal import ProcessJournal, read
@@ -163,3 +164,61 @@ def test_large_step_numbers_do_not_mix_collectives() -> None:
     timeline = merge(journals)
     assert timeline.lives[0].seconds["wait"] == pytest.approx(1e-9)
     assert timeline.unsplit == 0
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_with_one_micro_batch_waits_for_its_neighbours(tmp_path: Path) -> None:
+    """Two stages, F 2 ms and B 4 ms each, a message 1 ms: the first waits for the other's 6 ms, the other for 2."""
+    write_pipeline(tmp_path, ranks=2, micro_batches=1, steps=11, message=1.0)
+    timeline = merge(read(tmp_path / "journal"))
+    first, second = timeline.lives
+    factor = 10 + 10  # the first step is ten times as long
+    assert first.steps == second.steps == 11
+    assert first.seconds["compute"] == pytest.approx((6 * factor + 3 * 11) / 1e3)
+    assert second.seconds["compute"] == pytest.approx((6 * factor + 3 * 11) / 1e3)
+    # From the end of its forward pass on: a message, both passes of the other, a message.
+    assert first.seconds["wait"] == pytest.approx(7 * factor / 1e3)
+    assert first.seconds["communicate"] == pytest.approx(1 * factor / 1e3)
+    assert second.seconds["wait"] == pytest.approx(2 * factor / 1e3)
+    assert second.seconds["communicate"] == pytest.approx(1 * factor / 1e3)
+    assert timeline.caused == pytest.approx({(0, 0): 2 * factor / 1e3, (0, 1): 7 * factor / 1e3})
+    assert timeline.unsplit == 0
+
+
+@pytest.mark.parametrize("outermost", [False, True])
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved", 2), ("interleaved_zero_bubble", 2)])
+def test_each_of_several_pipelines_has_its_own_neighbours(
+    tmp_path: Path, outermost: bool, schedule: str, chunks: int
+) -> None:
+    shape: dict[str, Any] = {"ranks": 3, "chunks": chunks, "micro_batches": 5, "message": 0.5}
+    write_pipeline(tmp_path / "one", schedule, **shape)
+    write_pipeline(tmp_path / "three", schedule, **shape, replicas=3, outermost=outermost)
+    one, three = (merge(read(tmp_path / name / "journal")) for name in ("one", "three"))
+    assert one.unsplit == three.unsplit == 0
+    assert min(life.seconds["wait"] for life in one.lives) > 0
+    for worker, life in enumerate(three.lives):
+        same = one.lives[worker // 3 if outermost else worker % 3]
+        for kind in ("compute", "wait", "communicate"):
+            assert life.seconds[kind] == pytest.approx(same.seconds[kind]), kind
+
+
+def test_a_message_whose_sender_recorded_nothing_is_not_split(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=2, micro_batches=1, steps=11, message=1.0)
+    journals = read(tmp_path / "journal")
+    last = journals[1].actions[:, 0] == 10
+    journals[1].actions = journals[1].actions[~last]
+    timeline = merge(journals)
+    assert timeline.unsplit == pytest.approx(0.008)
+    assert timeline.lives[0].seconds["wait"] == pytest.approx(7 * 19 / 1e3)
+    assert timeline.lives[0].seconds["communicate"] == pytest.approx(19 / 1e3 + 0.008)
+
+
+def test_pipelines_over_several_hosts_are_not_compared(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=2, micro_batches=1, steps=11, message=1.0, hosts=True)
+    timeline = merge(read(tmp_path / "journal"))
+    assert not timeline.wait_measured
+    assert timeline.seconds["wait"] == 0
+    assert timeline.lives[0].seconds["communicate"] == pytest.approx(8 * 20 / 1e3)
+    assert sum(timeline.caused.values()) == 0

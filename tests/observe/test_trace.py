@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import write_run
+from runs import write_pipeline, write_run
 
 from verbund.errors import InputError
 from verbund.observe.trace import write_trace
@@ -44,6 +44,17 @@ def test_a_long_run_is_shortened_to_its_ends_and_says_so(tmp_path: Path) -> None
     assert {0, 199} <= steps
     assert 100 not in steps
     assert trace["otherData"]["shortened"] == "worker 0, worker 1"
+
+
+def test_a_pipelines_passes_have_a_row_and_names(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, ranks=2, micro_batches=3, steps=4)
+    events = json.loads(write_trace(tmp_path, tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    passes = [e for e in events if e["ph"] == "X" and rows[e["pid"], e["tid"]] == "passes"]
+    assert Counter(e["name"] for e in passes) == {f"{kind}{number}": 8 for kind in "FB" for number in range(3)}
+    last = max((e for e in passes if e["pid"] == 2), key=lambda e: e["ts"])
+    assert last["args"] == {"step": 3, "stage": 1, "micro-batch": 2}
+    assert last["dur"] == pytest.approx(4000)
 
 
 def test_no_run_and_no_place(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from verbund.run import Run
 from verbund.stage import launch
 
 RunJob = Callable[..., Run]
+TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics": ["accuracy"]}
 
 
 @pytest.mark.parametrize(
@@ -83,11 +84,19 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"data.train": "sklearn:digit"}, ["digit", "digits"]),
         ({"data.input": "z"}, ["`z`"]),
         ({"data.target": "yy"}, ["`yy`"]),
+        ({"data.input": None}, ["no input", "The data has `x`, `y`: name one or more as `input` in [data]"]),
+        ({"data.target": None}, ["no target", "The data has `x`, `y`: name one or more as `target` in [data]"]),
         ({"train.optimizer.name": "adamm"}, ["adamm", "dam"]),
         ({"train.optimizer.weight_decai": 0.1}, ["weight_decai", "weight_decay"]),
         ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),
         ({"train.optimizer.groups": [{"match": "*.weihgt", "lr": 0.1}]}, ["*.weihgt"]),
         ({"validate.metrics": ["acuracy"]}, ["acuracy", "accuracy"]),
+        (
+            {**TO_TARGET, "train.target": {"metric": "acc", "value": 0.5}},
+            ["train.target.metric", "`acc`", "Known: accuracy, loss"],
+        ),
+        ({**TO_TARGET, "train.patience": {"metric": "top_3"}}, ["train.patience.metric: `top_3` is no metric"]),
+        ({**TO_TARGET, "train.patience": {"metric": "f1"}}, ["Add it to `validate.metrics`"]),
         ({"train.schedule.name": "cosine", "train.steps": None, "train.seconds": 5.0}, ["schedule"]),
     ],
 )

@@ -65,6 +65,15 @@ def test_metrics_of_other_data(run_job: RunJob, tmp_path: Path) -> None:
     assert result["metrics"]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+def test_other_data_with_more_classes_than_outputs(run_job: RunJob, tmp_path: Path) -> None:
+    run = run_job(MLP)
+    y = np.arange(90) % 5
+    y[71] = 7
+    np.savez(tmp_path / "other.npz", x=np.zeros((90, 12), np.float32), y=y)
+    with pytest.raises(InputError, match=r"`y` is 7 in .*other.npz, row 71, but the model has 5 outputs"):
+        launch.validate(run.path, data=str(tmp_path / "other.npz"), workers=2)
+
+
 def test_no_validation_data(run_job: RunJob) -> None:
     run = run_job(MLP)
     with pytest.raises(InputError, match="validation data"):

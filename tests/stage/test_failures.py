@@ -5,66 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from conftest import MLP, MakeJob
+from processes import MARKED, children, gone, parent, pids, start_command, write_job
 from verbund.cluster.local import LocalCluster
-from verbund.errors import ClusterLost, RunFailed
+from verbund.errors import ClusterLost, RunFailed, TaskError
 from verbund.run import Run
 from verbund.stage import launch
 
 RunJob = Callable[..., Run]
-
-# A task whose workers tell who they are and when, so that a test can strike one of them.
-MARKED = (
-    MLP
-    + """
-import os, pathlib, time
-HERE = pathlib.Path(__file__).parent
-SLOW = float(os.environ.get("SLOW", 0.01))
-
-def inputs(batch):
-    time.sleep(SLOW)
-    (HERE / f"pid-{os.getpid()}").touch()
-    return batch["x"]
-"""
-)
-
-
-def pids(folder: Path, count: int, seconds: float = 20.0) -> list[int]:
-    """The pids of workers that are alive and computing."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        living = [int(path.name[4:]) for path in folder.glob("pid-*") if alive(int(path.name[4:]))]
-        if len(living) >= count:
-            return sorted(living)
-        time.sleep(0.02)
-    raise AssertionError(f"{count} workers did not start")
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids_: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(alive(pid) for pid in pids_):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_an_exception_in_one_workers_loss(run_job: RunJob, tmp_path: Path) -> None:
@@ -157,22 +112,6 @@ def inputs(batch):
         run_job(task, {**changes, **limits}, **data)
 
 
-def start_command(job_folder: Path, *more: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "verbund", "train", "job.toml", "--run", "run", *more],
-        cwd=job_folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
-
-
-def write_job(make_job: MakeJob, folder: Path, changes: dict[str, Any]) -> None:
-    job = make_job(MARKED, changes)
-    (folder / "job.toml").write_text(job.toml())
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_with_a_checkpoint(number: signal.Signals, make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {"strategy.mesh": {"data": 2}, "train.steps": 1_000_000})
@@ -189,17 +128,16 @@ def test_interrupted_with_a_checkpoint(number: signal.Signals, make_job: MakeJob
     assert gone(workers, 5)
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_supervisor_is_killed(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:
     changes = {"strategy.mesh": {"data": 2}, "train.steps": 1_000_000, "cluster.orphan_grace": 2.0}
     write_job(make_job, tmp_path, changes)
-    meetings = set(Path("/tmp").glob("verbund-*"))
-    command = start_command(tmp_path)
+    command = start_command(tmp_path, temporary=temporary)
     workers = pids(tmp_path, 2)
-    children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    server = children(command.pid)
     command.kill()
     command.communicate()
-    assert gone([*workers, *map(int, children)], 6)
-    assert set(Path("/tmp").glob("verbund-*")) <= meetings
+    assert gone([*workers, *server], 6)
+    assert not list(temporary.iterdir())
 
 
 def test_the_warm_server_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
@@ -209,16 +147,105 @@ def test_the_warm_server_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
     def act() -> None:
         workers = pids(tmp_path, 2)
         struck.extend(workers)
-        status = Path(f"/proc/{workers[0]}/status").read_text()
-        os.kill(int(status.partition("PPid:")[2].split()[0]), signal.SIGKILL)
+        os.kill(parent(workers[0]), signal.SIGKILL)
 
     thread = threading.Thread(target=act)
     thread.start()
-    with pytest.raises(ClusterLost, match="warm server"):
+    with pytest.raises(
+        ClusterLost, match=r"warm server .*, the parent of all workers, was killed by SIGKILL"
+    ) as caught:
         launch.train(job, tmp_path / "run")
     thread.join()
+    assert f"`verbund resume {tmp_path / 'run'}` continues" in str(caught.value)
     assert gone(struck, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("def inputs(batch):", "computing (step 2)"),
+        ("def metrics(output, targets):", "validating (step 2)"),
+    ],
+)
+def test_what_a_killed_worker_did(change: str, where: str, run_job: RunJob) -> None:
+    # Its signs of life come too seldom to tell.
+    task = (
+        MLP
+        + f"""
+import os, signal
+STEPS = []
+
+{change}
+    STEPS.append(0)
+    if len(STEPS) == 4 or "metrics" in globals():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch["x"]
+"""
+    )
+    changes = {"validate.every": 2, "data.validation_fraction": 0.2, "cluster.heartbeat": 100.0}
+    with pytest.raises(ClusterLost) as caught:
+        run_job(task, changes)
+    assert f"was killed by SIGKILL while {where}" in str(caught.value)
+
+
+def test_a_death_in_the_dry_run_leaves_nothing_to_resume(run_job: RunJob, tmp_path: Path) -> None:
+    with pytest.raises(ClusterLost, match=r"preflight 0 .* was killed by SIGKILL while checking the task") as caught:
+        run_job(MLP + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    assert "resume" not in str(caught.value)
+    assert not (tmp_path / "run-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("ValueError('begin ' + 'x' * 50_000_000 + ' end')", r"ValueError.*: begin x+ .*characters.* x+ end"),
+        ("Mute()", r"Mute.*: \(its text cannot be had: RuntimeError\)"),
+        ("ValueError('\\udc80')", r"ValueError"),
+    ],
+)
+@pytest.mark.parametrize("place", ["loss", "import"])
+def test_exceptions_of_strange_texts(raised: str, told: str, place: str, run_job: RunJob) -> None:
+    task = (
+        MLP
+        + f"""
+import torch
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+def loss(output, targets):
+    raise {raised}
+"""
+    )
+    if place == "import":
+        task += f"raise {raised}\n"
+    with pytest.raises((RunFailed, TaskError), match=told) as caught:
+        run_job(task)
+    assert len(str(caught.value)) < 12_000
+    assert "task.py" in str(caught.value)
+    assert caught.value.trace is None or "in loss" in caught.value.trace or place == "import"
 
 
 def test_the_shared_cluster_lives_on(run_job: RunJob, warm: LocalCluster) -> None:
     assert run_job().summary["status"] == "done"
+
+
+@pytest.mark.parametrize("every", [2, "end"])
+def test_a_loss_that_diverges_speaks_of_a_checkpoint_only_if_there_is_one(every: int | str, run_job: RunJob) -> None:
+    task = (
+        MLP
+        + """
+class Worse(nn.Sequential):
+    calls = 0
+    def forward(self, x):
+        if self.training:
+            Worse.calls += 1
+        return super().forward(x) * (float("nan") if Worse.calls > 4 else 1.0)
+def model():
+    return Worse(nn.Linear(12, 5))
+"""
+    )
+    with pytest.raises(RunFailed, match="the loss became nan in step 4") as caught:
+        run_job(task, {"checkpoint.every": every, "train.steps": 8})
+    assert ("the checkpoint of step 4 is from before" in str(caught.value)) == (every == 2)

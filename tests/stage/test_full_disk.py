@@ -1,4 +1,4 @@
-"""A full disk while saving: the run goes on, says so, and the earlier checkpoint is intact."""
+"""A full disk while saving: the run goes on and says so, and has failed only if its result could not be saved."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from conftest import MakeJob
 from verbund import checkpoint
 from verbund.cluster.local import LocalCluster
+from verbund.errors import RunFailed
+from verbund.run import Run
 from verbund.stage import launch
 
 WIDE = """
@@ -37,14 +39,45 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_the_run_goes_on(small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob) -> None:
+def test_the_trained_model_could_not_be_saved(
+    small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob
+) -> None:
     # One checkpoint takes 0.9 MB of 1.5: the second finds no room, as the first stays until it is whole.
     job = make_job(WIDE, {"train.steps": 6, "checkpoint.every": 2, "strategy.mesh": {"data": 2}})
-    run = launch.train(job, small_disk / "run")
-    assert run.summary["status"] == "done"
+    with pytest.raises(RunFailed, match=r"after step 6 could not be saved: worker \d: .*the disk is full") as caught:
+        launch.train(job, small_disk / "run")
+    run = Run.open(small_disk / "run")
+    assert f"verbund resume {run.path}" in str(caught.value)
+    assert run.summary["status"] == "failed"
+    assert "the disk is full" in run.summary["cause"]["what"]
     assert run.summary["steps"] == 6
     assert run.summary["checkpoints"]["failed"] >= 1
     assert any("could not be saved" in warning for warning in run.summary["warnings"])
     path, _ = checkpoint.newest_valid(run.checkpoints)
     assert path.name == "step-00000002"
     assert not list(run.checkpoints.glob(".*"))
+
+
+def test_a_failed_save_that_a_later_one_makes_good(
+    small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob
+) -> None:
+    full = small_disk / "full"
+    full.write_bytes(b"0" * 1_400_000)
+    task = (
+        WIDE.replace("4000", "1000")
+        + f"""
+import pathlib
+FULL = pathlib.Path({str(full)!r})
+SEEN = set()
+
+def inputs(batch):
+    SEEN.add(len(SEEN))
+    if len(SEEN) == 5:  # the save of step 4 has waited for that of step 2, which has failed
+        FULL.unlink(missing_ok=True)
+    return batch["x"]
+"""
+    )
+    run = launch.train(make_job(task, {"train.steps": 6, "checkpoint.every": 2}), small_disk / "run")
+    assert run.summary["status"] == "done"
+    assert any("step 2 could not be saved" in warning for warning in run.summary["warnings"])
+    assert checkpoint.newest_valid(run.checkpoints)[0].name == "step-00000006"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def dataset():
     for workers, loaders in [(2, 0), (3, 2)]:
         run = run_job(task, {**changes, "strategy.mesh": {"data": workers}, "data.loaders": loaders})
         np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
+
+
+def test_more_workers_than_cores_are_noted(run_job: RunJob) -> None:
+    cores = len(os.sched_getaffinity(0))
+    fits = run_job(changes={"strategy.mesh": {"data": cores}})
+    assert not any("core" in note for note in fits.summary["notes"])
+    crowded = run_job(changes={"strategy.mesh": {"data": cores + 1}})
+    (note,) = [note for note in crowded.summary["notes"] if "core" in note]
+    assert note.startswith(f"{cores + 1} workers share {cores} core")
 
 
 def test_text_by_next_token(run_job: RunJob, tmp_path: Path) -> None:

@@ -48,11 +48,70 @@ def test_goes_on_as_if_nothing_had_happened(before: int, after: int, run_job: Ru
     assert run.summary["world"] == after
 
 
-def test_a_finished_run_has_nothing_left_to_do(run_job: RunJob) -> None:
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        ({"train.steps": 4}, "`--set train.steps=…`"),
+        ({"train.epochs": 1}, "`--set train.epochs=…`"),
+        ({"train.seconds": 0.2}, "`--set train.seconds=…`"),
+        ({"train.target": {"metric": "loss", "value": 1e9}, "data.validation_fraction": 0.2}, "remove `train.target`"),
+    ],
+)
+def test_a_finished_run_has_nothing_left_to_do(
+    end: dict[str, Any], advice: str, run_job: RunJob, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_job(MLP, {"validate.every": 2, **({} if "train.steps" in end else {"train.steps": None}), **end})
+    before = run.summary
+    saved = checkpoints(run)
+    again = launch.resume(run.path, {"strategy.mesh": {"data": 2}}, quiet=False)
+    said = capfd.readouterr().err
+    assert f"{before['steps']} steps are done" in said
+    assert advice in said
+    assert "nan" not in said
+    assert again.summary == before
+    assert checkpoints(again) == saved
+    assert again.job.world == 1
+
+
+def test_less_than_is_done(run_job: RunJob, capfd: pytest.CaptureFixture[str]) -> None:
+    run = run_job(MLP, {"train.epochs": 2, "train.steps": None})
+    before = run.summary
+    for changes in ({"train.epochs": 1}, {"train.steps": 3}):
+        assert launch.resume(run.path, changes, quiet=False).summary == before
+        said = capfd.readouterr().err
+        assert "12 steps are done, more than the" in said
+        assert "nothing was trained" in said
+    assert run.job.train.epochs == 2
+
+
+def test_interrupted_at_its_very_end(run_job: RunJob, capfd: pytest.CaptureFixture[str]) -> None:
     run = run_job(MLP, {"train.steps": 4})
-    again = launch.resume(run.path)
-    assert again.summary["steps"] == 4
-    assert losses(again) == losses(run)
+    run.write_summary({**run.summary, "status": "interrupted"})
+    again = launch.resume(run.path, quiet=False)
+    assert (again.summary["status"], again.summary["steps"]) == ("done", 4)
+    assert "nan" not in capfd.readouterr().err
+
+
+def test_another_global_batch_is_refused(run_job: RunJob) -> None:
+    run = run_job(MLP, {"train.steps": 4})
+    before = run.summary
+    with pytest.raises(InputError, match="global batches of 37 samples"):
+        launch.resume(run.path, {"train.steps": 8, "train.global_batch": 40})
+    assert run.summary == before
+    assert Run.open(run.path).job.train.global_batch == 37
+
+
+def test_other_samples_are_told(run_job: RunJob, tmp_path: Path) -> None:
+    run = run_job(MLP, {"train.steps": 4})
+    data = dict(np.load(tmp_path / "data.npz"))
+    data["x"][0] += 1.0
+    np.savez(tmp_path / "data.npz", **data)
+    resumed = launch.resume(run.path, {"train.steps": 8, "seed": 3})
+    notes = resumed.summary["notes"]
+    assert any("the training data have changed" in note for note in notes)
+    assert any("`seed` was 0 and is 3 now" in note for note in notes)
+    again = launch.resume(run.path, {"train.steps": 9})
+    assert sum("changed" in event["text"] for event in _events(again, "note")) == 1
 
 
 def damage(path: Path) -> None:

@@ -33,11 +33,15 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
     """The folder that the parts of a save are written to until it is committed; made if it is not there.
 
     Raises:
-        CheckpointError: if it cannot be made.
+        CheckpointError: if it cannot be made, e.g. because the run's directory is gone: that is not made anew.
     """
     folder = _partial(checkpoints, step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            checkpoints.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _unwritten(folder, error) from None
     return folder

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
 from verbund.comm.rendezvous import Listener, Meeting
-from verbund.comm.wire import Connection, WireError
+from verbund.comm.wire import Connection, Deadline, WireError
 from verbund.errors import ClusterLost
+from verbund.interrupts import Interrupts
 
 # Modules whose import is what makes a start slow: they are imported once, while the job is still being checked.
 PRELOAD = ("torch", "verbund.stage.preload")
 _WARM_SECONDS = 120.0
+_EXIT_SECONDS = 2.0
 
 
 class LocalCluster:
@@ -34,7 +37,10 @@ class LocalCluster:
         self._warm: Connection | None = None
         self._living: dict[int, Process] = {}
         self._forked: list[tuple[str, int, int]] = []
+        self._groups: set[int] = set()
         self._ended: list[Exit] = []
+        self._stuck: ClusterLost | None = None
+        """Why the warm server is of no more use."""
         command = [
             sys.executable,
             "-P",
@@ -65,9 +71,12 @@ class LocalCluster:
         deadline = time.monotonic() + timeout
         self._forked.clear()
         for spec in specs:
-            warm.send("fork", spec.record())
+            try:
+                warm.send("fork", spec.record())
+            except WireError as error:
+                raise self._gone(error) from None
         while len(self._forked) < len(specs):
-            self._receive(max(0.0, deadline - time.monotonic()), "the warm server did not fork in time")
+            self._receive(max(0.0, deadline - time.monotonic()), f"{self._server_name} did not fork in time")
         pids = {(role, rank): pid for role, rank, pid in self._forked}
         processes: dict[tuple[str, int], Process] = {}
         waiting = {(spec.role, spec.rank): spec for spec in specs}
@@ -108,36 +117,59 @@ class LocalCluster:
             except ProcessLookupError:
                 self._living.pop(process.pid, None)
 
+    def abandon(self, processes: list[Process]) -> ClusterLost:
+        """Gives up the wait for exits that the warm server does not report, and ends it; its children end with it."""
+        names = ", ".join(process.spec.name for process in processes)
+        verb = "has" if len(processes) == 1 else "have"
+        self._stuck = ClusterLost(f"{self._server_name} does not tell that {names} {verb} ended{self._state()}")
+        self._server.kill()
+        return self._stuck
+
     def close(self) -> None:
         """Ends all processes and the warm server; nothing is left behind."""
+        with Interrupts(deferring=True):
+            self._close()
+
+    def _close(self) -> None:
         for process in self._living.values():
             process.connection.close()
-        if self._warm is not None:
+        if self._warm is not None and self._stuck is None:
             try:
                 self._warm.send("leave")
             except WireError:
                 pass
-            self._warm.close()
         else:
             self._server.kill()
+        if self._warm is not None:
+            self._warm.close()
         try:
             self._server.wait(10.0)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
+        if self._server.returncode != 0:
+            for pid in self._groups:  # what workers left behind has lost its last parent
+                self._kill_group(pid)
         self._listener.close()
         self.meeting.remove()
+
+    def _kill_group(self, pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
 
     def _connect(self) -> Connection:
         deadline = time.monotonic() + _WARM_SECONDS
         while self._warm is None:
             if (status := self._server.poll()) is not None:
                 raise ClusterLost(
-                    f"the warm server ended with status {status} before it had started",
+                    f"{self._server_name} {Exit(self._server.pid, status)} before it had started",
                     fix="`verbund doctor` checks the installation",
                 )
             if time.monotonic() > deadline:
-                raise ClusterLost(f"the warm server did not start within {_WARM_SECONDS:.0f} s")
+                state = self._state()
+                raise ClusterLost(f"{self._server_name} did not start within {_WARM_SECONDS:.0f} s{state}")
             if _readable(self._listener, 0.05) and (accepted := self._listener.accept()):
                 connection, role, _ = accepted
                 if role == "warm":
@@ -146,21 +178,46 @@ class LocalCluster:
                     connection.close()
         return self._warm
 
+    @property
+    def _server_name(self) -> str:
+        return f"the warm server (pid {self._server.pid})"
+
+    def _state(self) -> str:
+        """What keeps the warm server, as far as the kernel tells: the rest of a sentence."""
+        try:
+            stat = Path(f"/proc/{self._server.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return ""
+        return ": it is stopped (SIGSTOP)" if stat.rpartition(")")[2].split()[0] in ("T", "t") else ""
+
+    def _gone(self, error: WireError) -> ClusterLost:
+        """The warm server's connection broke: the reason is how it ended."""
+        if self._stuck is None:
+            self._stuck = ClusterLost(f"{self._server_name}, the parent of all workers, is lost: {error}")
+            try:
+                ended = Exit(self._server.pid, self._server.wait(_EXIT_SECONDS))
+                self._stuck = ClusterLost(f"{self._server_name}, the parent of all workers, {ended}")
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+        return self._stuck
+
     def _drain(self) -> None:
         while self._connect().ready():
-            self._receive(5.0, "the warm server sent half a message")
+            self._receive(5.0, f"{self._server_name} sent half a message")
 
     def _receive(self, timeout: float, otherwise: str) -> None:
         try:
             message = self._connect().receive(max(timeout, 1e-3))
+        except Deadline:
+            self._stuck = ClusterLost(f"{otherwise}{self._state()}")
+            raise self._stuck from None
         except WireError as error:
-            status = self._server.poll()
-            how = f"; it {Exit(self._server.pid, status)}" if status is not None else ""
-            raise ClusterLost(f"{otherwise}: {error}{how}") from None
+            raise self._gone(error) from None
         if message.kind == "forked":
+            self._groups.add(message.fields["pid"])
             self._forked.append((message.fields["role"], message.fields["rank"], message.fields["pid"]))
         elif message.kind == "exit":
-            self._ended.append(Exit(message.fields["pid"], message.fields["status"]))
+            self._ended.append(Exit(**message.fields))
 
 
 def _readable(listener: Listener, timeout: float) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from verbund.comm.wire import Connection
+from verbund.errors import ClusterLost
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Exit:
-    """A process that ended: its exit status, negative for a signal's number."""
+    """A process that ended: its exit status, negative for a signal's number; what it did, and in which step."""
 
     pid: int
     status: int
+    doing: str = "starting"
+    step: int = 0
 
     def __str__(self) -> str:
         if self.status >= 0:
@@ -81,6 +84,10 @@ class Cluster(Protocol):
 
     def kill(self, process: Process) -> None:
         """Ends a process that did not end by itself."""
+        ...
+
+    def abandon(self, processes: list[Process]) -> ClusterLost:
+        """Gives up the wait for these processes' exits, ends all that is left, and says who is missing."""
         ...
 
     def close(self) -> None:

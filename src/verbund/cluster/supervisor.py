@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
+from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
+from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
 
 _TICK = 0.2
@@ -21,6 +21,10 @@ _CAUSE_SECONDS = 2.0
 """How long the first cause may take to arrive after its consequences."""
 _END_SECONDS = 1.0
 """How long processes get to end when another has failed."""
+_EXIT_SECONDS = 2.0
+"""How long the news of a process's end may take."""
+_STANDSTILL_SECONDS = 1.0
+"""How late a turn of the supervisor's own loop may come before it blames itself."""
 
 Handle = Callable[[Process, Message], None]
 
@@ -47,6 +51,10 @@ class _Watched:
     exit: Exit | None = None
     failed: bool = False
     connected: bool = True
+    beaten: bool = False
+    over: float | None = None
+    """Since when only the news of its exit is missing."""
+    killed: bool = False
 
 
 class Failed(Exception):
@@ -68,25 +76,20 @@ class Supervisor:
         cluster: where they run.
         limits: the job's deadlines.
         handle: gets every message that is not about life and death (progress, checkpoints, …).
+        interrupts: the first lets all processes finish their step, save and end; the second ends them at once.
     """
 
-    def __init__(self, cluster: Cluster, limits: Limits, handle: Handle) -> None:
+    def __init__(self, cluster: Cluster, limits: Limits, handle: Handle, interrupts: Interrupts | None = None) -> None:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
         self._watched: dict[int, _Watched] = {}
         self._failures: list[Failure] = []
-        self._interrupts = 0
+        self._interrupts = interrupts or Interrupts()
         self._stop_sent = False
         self._lost = False
-
-    @property
-    def interrupted(self) -> bool:
-        return self._interrupts > 0
-
-    def stop(self) -> None:
-        """Asks all workers to finish the step, save and end."""
-        self._interrupts = max(self._interrupts, 1)
+        self.warnings: list[str] = []
+        """What went wrong without harm to the result."""
 
     def run(self, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
         """Starts the processes and waits for all to end; their results in the order of `specs`.
@@ -100,35 +103,38 @@ class Supervisor:
             "store": f"store-{os.urandom(8).hex()}",
         }
         specs = [ProcessSpec(**{**s.record(), "settings": {**s.settings, **settings}}) for s in specs]
-        with _Signals(self._interrupt):
-            try:
-                processes = self._cluster.start(specs, 60.0)
-            except ClusterLost as error:
-                raise Failed([Failure("cluster", time.monotonic(), error, secondary=False)]) from None
-            now = time.monotonic()
-            self._watched = {p.pid: _Watched(p, now) for p in processes}
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
-                for watched in self._watched.values():
-                    selector.register(watched.process.connection, selectors.EVENT_READ, watched)
-                self._loop(selector)
+        try:
+            processes = self._cluster.start(specs, 60.0)
+        except ClusterLost as error:
+            raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
+        now = time.monotonic()
+        self._watched = {p.pid: _Watched(p, now) for p in processes}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
+            for watched in self._watched.values():
+                selector.register(watched.process.connection, selectors.EVENT_READ, watched)
+            self._loop(selector)
         if self._failures:
             raise Failed(self._ordered())
         return [w.result or {} for p in processes for w in (self._watched[p.pid],)]
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
         ending: float | None = None
-        while any(w.exit is None for w in self._watched.values()):
+        turned = time.monotonic()
+        while waiting := [w for w in self._watched.values() if w.exit is None]:
             for key, _ in selector.select(_TICK):
                 if key.data is not None and key.data.connected:
                     self._receive(key.data, selector)
             # Always, not only when there is something to read: an exit may have been read while processes were started.
             if not self._lost:
                 self._exits(selector)
-            if self._interrupts and not self._stop_sent:
+            now = time.monotonic()
+            self._discount(now - turned)
+            turned = now
+            if self._interrupts.count and not self._stop_sent:
                 self._stop_sent = True
                 self._tell_all("stop")
-            if self._interrupts > 1 and not self._failures:
+            if self._interrupts.count > 1 and not self._failures:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
                 self._deadlines()
@@ -138,9 +144,9 @@ class Supervisor:
                     self._tell_all("end")
                     ending = time.monotonic() + _END_SECONDS
             if ending is not None and time.monotonic() > ending:
-                for watched in self._watched.values():
-                    if watched.exit is None:
-                        self._cluster.kill(watched.process)
+                for watched in waiting:
+                    self._kill(watched)
+            self._overdue([w for w in waiting if w.exit is None], selector)
 
     def _receive(self, watched: _Watched, selector: selectors.BaseSelector) -> None:
         try:
@@ -148,20 +154,28 @@ class Supervisor:
         except WireError:
             selector.unregister(watched.process.connection)  # its exit tells the rest
             watched.connected = False
+            watched.over = watched.over or time.monotonic()
             return
         watched.heard = time.monotonic()
         if message.kind == "beat":
+            watched.beaten = True
             watched.doing = str(message.fields["doing"])
             watched.step = int(message.fields["step"])
             watched.since = watched.heard - float(message.fields["seconds"])
         elif message.kind == "done":
             watched.result = dict(message.fields["result"] or {})
+            watched.over = watched.heard
         elif message.kind == "failed":
             watched.failed = True
+            watched.over = watched.heard
             fields = message.fields
             self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
         else:
-            self._handle(watched.process, message)
+            try:
+                self._handle(watched.process, message)
+            except Exception as error:
+                described = describe(error)
+                self._fail(None, from_record(described["error"]), secondary=False, trace=described["trace"])
 
     def _exits(self, selector: selectors.BaseSelector) -> None:
         try:
@@ -170,9 +184,7 @@ class Supervisor:
             self._lost = True
             selector.unregister(self._cluster.fileno())
             self._fail(None, error, secondary=False)
-            exits = [Exit(pid, -9) for pid, w in self._watched.items() if w.exit is None]
-            for ended in exits:
-                self._watched[ended.pid].exit = ended
+            self._all_ended()
             return
         for ended in exits:
             watched = self._watched.get(ended.pid)
@@ -188,23 +200,65 @@ class Supervisor:
         return any(not failure.secondary for failure in self._failures)
 
     def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
-        fix = "`verbund resume` continues from the last checkpoint"
-        if ended.status == -9:
-            fix = f"The kernel kills what uses too much memory: `dmesg` tells. {fix}"
-        return ClusterLost(
-            f"{watched.process.spec.name} (pid {ended.pid}) {ended} while {watched.doing} (step {watched.step})",
-            fix=fix,
-        )
+        fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
+        return ClusterLost(f"{self._name(watched)} {ended} while {ended.doing} (step {ended.step})", fix=fix)
+
+    def _name(self, watched: _Watched) -> str:
+        return f"{watched.process.spec.name} (pid {watched.process.pid})"
+
+    def _discount(self, passed: float) -> None:
+        """Takes a standstill of this process itself (it was suspended, or saved for long) off the others' silence."""
+        late = passed - _TICK
+        if late > _STANDSTILL_SECONDS:
+            for watched in self._watched.values():
+                watched.heard += late
+                watched.since += late
+                if watched.over is not None:
+                    watched.over += late
+
+    def _overdue(self, waiting: list[_Watched], selector: selectors.BaseSelector) -> None:
+        """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
+        if self._lost or not waiting:
+            return
+        since = [w.over for w in waiting if w.over is not None]
+        killed = all(w.killed for w in waiting)
+        limit = _EXIT_SECONDS if killed else self._limits.stop_grace
+        if len(since) < len(waiting) or time.monotonic() - max(since) < limit:
+            return
+        if not killed:
+            for watched in waiting:
+                self._kill(watched)
+            return
+        error = self._cluster.abandon([w.process for w in waiting])
+        self._lost = True
+        selector.unregister(self._cluster.fileno())
+        if all(w.result is not None for w in self._watched.values()):
+            self.warnings.append(error.what)  # the work is done
+        elif not self._ended_by_us():
+            self._fail(None, error, secondary=False)
+        self._all_ended()
+
+    def _kill(self, watched: _Watched) -> None:
+        self._cluster.kill(watched.process)
+        if not watched.killed:
+            watched.killed, watched.over = True, time.monotonic()
+
+    def _all_ended(self) -> None:
+        """No exits will come any more: all processes end with the cluster."""
+        for pid, watched in self._watched.items():
+            watched.exit = watched.exit or Exit(pid, -9)
 
     def _deadlines(self) -> None:
         now = time.monotonic()
         living = [w for w in self._watched.values() if w.exit is None and w.result is None]
         for watched in living:
-            name = f"{watched.process.spec.name} (pid {watched.process.pid})"
             silent = now - watched.heard
-            if silent > self._limits.lost_after:
-                what = f"{name} has given no sign of life for {silent:.0f} s; it was {watched.doing}"
-                self._fail(watched, ClusterLost(f"{what} (step {watched.step})"), secondary=False)
+            # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
+            if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
+                what = f"{self._name(watched)} has given no sign of life for {silent:.0f} s"
+                self._fail(
+                    watched, ClusterLost(f"{what}; it was {watched.doing} (step {watched.step})"), secondary=False
+                )
                 return
         late = [w for w in living if now - w.since > self._limits.step_deadline]
         if late:
@@ -225,7 +279,7 @@ class Supervisor:
             )
 
     def _fail(self, watched: _Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
-        name = watched.process.spec.name if watched else "cluster"
+        name = watched.process.spec.name if watched else "supervisor"
         self._failures.append(Failure(name, time.monotonic(), error, secondary, trace))
 
     def _ordered(self) -> list[Failure]:
@@ -239,23 +293,3 @@ class Supervisor:
                     watched.process.connection.send(kind)
                 except WireError:
                     continue  # its exit is on the way
-
-    def _interrupt(self) -> None:
-        self._interrupts += 1
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM call `action` while the block runs; only the main thread may do this."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, lambda *_: self._action())
-
-    def __exit__(self, *_: object) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)

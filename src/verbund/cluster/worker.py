@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Connection, Deadline, WireError
-from verbund.errors import ClusterLost, RunFailed, VerbundError
+from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -26,7 +27,7 @@ class Worker:
     the step in progress is the last, and the process ends after `orphan_grace` seconds whatever it is doing.
     """
 
-    def __init__(self, meeting: Meeting, spec: ProcessSpec, connection: Connection) -> None:
+    def __init__(self, meeting: Meeting, spec: ProcessSpec, connection: Connection, last_words: LastWords) -> None:
         self.meeting = meeting
         self.spec = spec
         self.settings = spec.settings
@@ -37,6 +38,7 @@ class Worker:
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self._connection = connection
         self._doing = ("starting", 0, time.monotonic())
+        self._last_words = last_words
         self._listening = threading.Thread(target=self._listen, name="supervision", daemon=True)
 
     def supervise(self) -> None:
@@ -46,6 +48,7 @@ class Worker:
     def doing(self, what: str, step: int) -> None:
         """Says what this process does from now on; what a message names when it does not go on."""
         self._doing = (what, step, time.monotonic())
+        self._last_words.write(what, step)
 
     def send(self, kind: str, **fields: Any) -> None:
         """Tells the supervisor something; a lost supervisor is noticed by the listening thread."""
@@ -54,14 +57,23 @@ class Worker:
         except WireError:
             self.stopping = True
 
+    def mention(self, kind: str, **fields: Any) -> None:
+        """Tells the supervisor something that may be left out while it stands still, so that the work need not."""
+        try:
+            if self._connection.roomy():
+                self._connection.send(kind, fields)
+        except WireError:
+            self.stopping = True
+
     def _listen(self) -> None:
         beat = float(self.settings.get("heartbeat", 2.0))
         while True:
             what, step, since = self._doing
             try:
-                self._connection.send(
-                    "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
-                )
+                if self._connection.roomy():
+                    self._connection.send(
+                        "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
+                    )
                 message = self._connection.receive(beat) if self._connection.ready(beat) else None
             except Deadline:
                 continue
@@ -85,13 +97,16 @@ class Worker:
                 os.write(2, f"verbund: {self.spec.name}: {error}\n".encode())
 
 
-def run(meeting: Meeting, spec: ProcessSpec) -> NoReturn:
+def run(meeting: Meeting, spec: ProcessSpec, last_words: LastWords) -> NoReturn:
     """The life of a forked process: runs the spec's entry and reports its result or first error."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        connection = dial(meeting, spec.role, spec.rank)
-        worker = Worker(meeting, spec, connection)
+        try:
+            connection = dial(meeting, spec.role, spec.rank)
+        except (OSError, WireError):
+            os._exit(status)  # the supervisor was killed in the meantime
+        worker = Worker(meeting, spec, connection, last_words)
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
         status = _guarded(worker, spec)
     except BaseException:
@@ -117,7 +132,7 @@ def _guarded(worker: Worker, spec: ProcessSpec) -> int:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as plain values: the error for the user, and the traceback for `--debug` and the journal."""
-    trace = "".join(traceback.format_exception(error))[-20_000:]
+    trace = shortened("".join(traceback.format_exception(error)), 20_000)
     if isinstance(error, VerbundError):
         return {"error": error.record(), "trace": trace}
     frames = traceback.extract_tb(error.__traceback__)
@@ -125,8 +140,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     frame = next(reversed(foreign or frames), None)
     where = f"{frame.filename}, line {frame.lineno}" if frame is not None else None
     fix = None
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    text = text_of(error)
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
         fix = "Give a smaller `train.micro_batch`, or fewer workers on this machine"
-    text = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    what = f"{type(error).__name__}: {shortened(text.splitlines()[0])}" if text else type(error).__name__
     return {"error": RunFailed(what, where=where, fix=fix).record(), "trace": trace}

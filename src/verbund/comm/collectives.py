@@ -7,6 +7,7 @@ knows which process died and says so.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class PeerLost(ClusterLost):
 
 
 class Group:
-    """The workers of one island and what they do together.
+    """Workers of one island and what they do together.
 
     A group of one does nothing and costs nothing. gloo's sockets are bound to loopback: a group lives on one host.
 
@@ -44,25 +45,47 @@ class Group:
 
     def __init__(self, store: Path | None, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device = rank, world, device
+        self._timeout = timeout
         self._gloo: Any = None
         self._nccl: Any = None
-        if world == 1:
-            return
-        assert store is not None, "a group of several needs a store"
-        shared = c10d.FileStore(str(store), world)
-        limit = timedelta(seconds=timeout)
+        self._store: Any = None
+        if world > 1:
+            assert store is not None, "a group of several needs a store"
+            self._store = c10d.FileStore(str(store), world)
+            self._meet()
+
+    def part(self, name: str, ranks: list[int]) -> Group:
+        """A group of some of this one's workers, this one among them.
+
+        Every worker of `ranks` calls it, with the same list; groups that share a worker have different names.
+
+        Args:
+            name: of the group, e.g. the axis.
+            ranks: numbers in this group, in the order in which they count in the new one.
+        """
+        part = Group(None, 0, 1, self.device, self._timeout)
+        part.rank, part.world = ranks.index(self.rank), len(ranks)
+        if part.world > 1:
+            part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
+            part._meet()
+        return part
+
+    def _meet(self) -> None:
+        limit = timedelta(seconds=self._timeout)
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = limit
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         try:
-            self._gloo = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", shared), rank, world, options)
-            if device.type == "cuda":
+            store = c10d.PrefixStore("gloo/", self._store)
+            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+            if self.device.type == "cuda":
                 nccl = c10d.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
-                self._nccl = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl/", shared), rank, world, nccl)
+                store = c10d.PrefixStore("nccl/", self._store)
+                self._nccl = c10d.ProcessGroupNCCL(store, self.rank, self.world, nccl)
             self.all_reduce(torch.zeros(1), "the first meeting")
         except RuntimeError as error:
-            raise PeerLost(f"the {world} workers did not meet: {_first_line(error)}") from error
+            raise PeerLost(f"the {self.world} workers did not meet: {_first_line(error)}") from error
 
     def start_all_reduce(self, tensor: Tensor, maximum: bool = False) -> Work | None:
         """Starts adding up `tensor` over all workers, in place; `finish` waits for it."""
@@ -70,10 +93,7 @@ class Group:
             return None
         options = c10d.AllreduceOptions()
         options.reduceOp = c10d.ReduceOp.MAX if maximum else c10d.ReduceOp.SUM
-        try:
-            return self._backend(tensor).allreduce([tensor], options)
-        except RuntimeError as error:
-            raise PeerLost(f"an all-reduce could not start: {_first_line(error)}") from error
+        return self._started(lambda: self._backend(tensor).allreduce([tensor], options), "an all-reduce")
 
     def finish(self, work: Work | None, what: str) -> None:
         """Waits for a collective under way.
@@ -97,12 +117,42 @@ class Group:
         if self.world == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
-        try:
-            work = self._backend(tensor).allgather([gathered], [tensor])
-        except RuntimeError as error:
-            raise PeerLost(f"{what} broke off: {_first_line(error)}") from error
-        self.finish(work, what)
+        self.finish(self._started(lambda: self._backend(tensor).allgather([gathered], [tensor]), what), what)
         return gathered
+
+    def start_all_gather(self, whole: Tensor, share: Tensor) -> Work | None:
+        """Starts gathering the equal shares of all workers, by rank; `finish` waits for it.
+
+        Args:
+            whole: contiguous, as many elements as all shares together; is overwritten.
+            share: this worker's, contiguous.
+        """
+        if self.world == 1:
+            whole.view(-1).copy_(share.view(-1))
+            return None
+        return self._started(lambda: self._backend(whole)._allgather_base(whole, share), "an all-gather")
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
+        """Starts sending the r-th of `world` equal parts of `sent` to worker r; `received` gets what the others sent,
+        by rank. Both contiguous and of equal size. `finish` waits for it."""
+        if self.world == 1:
+            received.copy_(sent)
+            return None
+        return self._started(lambda: self._backend(sent).alltoall_base(received, sent, [], []), "an all-to-all")
+
+    def start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Work | None:
+        """Starts sending a contiguous tensor to worker `to`; it must stay as it is until `finish`."""
+        return self._started(lambda: self._backend(tensor).send([tensor], to, tag), "a send")
+
+    def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> None:
+        """Waits for what worker `source` sends under `tag`; shape and dtype must be what was sent."""
+        self.finish(self._started(lambda: self._backend(tensor).recv([tensor], source, tag), "a receive"), what)
+
+    def _started(self, start: Callable[[], Any], what: str) -> Any:
+        try:
+            return start()
+        except RuntimeError as error:
+            raise PeerLost(f"{what} could not start: {_first_line(error)}") from error
 
     def all_gather_arrays(self, arrays: dict[str, np.ndarray[Any, Any]], what: str) -> list[dict[str, Any]]:
         """The named arrays of all workers, by rank; names, types and shapes may differ between workers."""

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verbund.comm.wire import Connection, Deadline, WireError
+from verbund.errors import RunFailed
 
 _HELLO_SECONDS = 10.0
 _BODY_LIMIT = 1 << 26
+_PREFIX = "verbund-"
+_PLACE_LIMIT = 80  # bytes: a socket's address has 108
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,21 @@ class Meeting:
 
     @staticmethod
     def create() -> Meeting:
-        return Meeting(Path(tempfile.mkdtemp(prefix="verbund-")))
+        """A new folder where temporary files lie. Those of this user whose supervisor was killed are removed.
+
+        Raises:
+            RunFailed: if there is no place for it.
+        """
+        place = tempfile.gettempdir()
+        if len(os.fsencode(place)) > _PLACE_LIMIT:
+            place = "/tmp"
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        except OSError as error:
+            fix = "Name a folder with room in the environment variable TMPDIR"
+            raise RunFailed(f"no temporary folder can be made: {error.strerror}", where=place, fix=fix) from None
+        _sweep(folder.parent)
+        return Meeting(folder)
 
     @property
     def address(self) -> Path:
@@ -47,9 +64,11 @@ class Listener:
 
     def __init__(self, meeting: Meeting) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.bind(str(meeting.address))
-        os.chmod(meeting.address, 0o600)
+        new = meeting.address.with_name("new")
+        self._sock.bind(str(new))
+        os.chmod(new, 0o600)
         self._sock.listen(1024)
+        os.rename(new, meeting.address)  # where there is an address, somebody listens or was killed
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -72,10 +91,30 @@ class Listener:
         self._sock.close()
 
 
+def _sweep(place: Path) -> None:
+    """Removes the folders of killed supervisors: nobody listens at their address any more."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        meeting = Meeting(folder)
+        try:
+            if folder.lstat().st_uid != os.getuid() or not meeting.address.is_socket():
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+                sock.connect(str(meeting.address))
+        except ConnectionRefusedError:
+            meeting.remove()
+        except OSError:
+            continue  # somebody listens (and is busy), or it is no business of ours
+
+
 def dial(meeting: Meeting, role: str, number: int) -> Connection:
-    """A process's connection to its supervisor."""
+    """A process's connection to its supervisor.
+
+    Raises:
+        OSError: if there is none any more.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(str(meeting.address))
-    connection = Connection(sock, body_limit=_BODY_LIMIT)
+    # No limit on how long the supervisor may stand still, e.g. suspended with Ctrl-Z: its death closes the socket.
+    connection = Connection(sock, body_limit=_BODY_LIMIT, stall=0)
     connection.send("hello", {"role": role, "number": number})
     return connection

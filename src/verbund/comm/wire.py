@@ -190,6 +190,15 @@ class Connection:
         self._torn[1] = False
         return Message(kind, fields, arrays)
 
+    def roomy(self) -> bool:
+        """Whether the peer takes what is sent to it: no more than part of the kernel's buffer is full."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLOUT)
+        except ValueError:
+            raise Closed("the connection is closed") from None
+        return bool(poll.poll(0))
+
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether something can be received within `timeout` seconds; the end of the connection counts.
 

@@ -21,18 +21,19 @@ class BundledTable:
         DataError: if there is no such set, or scikit-learn is not installed.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str = "data.train") -> None:
         if name not in NAMES:
-            raise DataError(f"scikit-learn has no bundled set `{name}`", where="data.train", fix=nearest(name, NAMES))
+            raise DataError(f"scikit-learn has no bundled set `{name}`", where=key, fix=nearest(name, NAMES))
         self.files = [f"sklearn:{name}"]
         self._name = name
+        self._key = key
 
     def batches(self) -> Iterator[tuple[int, int, Rows]]:
         try:
             from sklearn import datasets
         except ImportError:
             raise DataError(
-                "scikit-learn is not installed", where="data.train", fix="pip install 'verbund[sklearn]'"
+                "scikit-learn is not installed", where=self._key, fix="pip install 'verbund[sklearn]'"
             ) from None
 
         bunch = getattr(datasets, f"load_{self._name}")()

@@ -17,7 +17,16 @@ _REMAP_ROWS = 1 << 20
 
 
 class Unsupported(Exception):
-    """A column cannot be stored; the text says why. Only an error if the column is used."""
+    """A column cannot be stored; the text says why. Only an error if the column is used.
+
+    Args:
+        reason: why.
+        row: the row of the chunk that shows it, if it is one.
+    """
+
+    def __init__(self, reason: str, row: int | None = None) -> None:
+        super().__init__(reason)
+        self.row = row
 
 
 @dataclass
@@ -74,6 +83,8 @@ class ColumnWriter:
             Unsupported: if they do not fit what came before, or the training set.
             OSError: if the disk does not take them.
         """
+        if chunk.words is not None and self._like is not None and self._like.kind != "text":
+            raise _no_number(chunk, self._like)
         values = self._coded(chunk) if chunk.words is not None else chunk.values
         values = self._fitting(values, chunk.kind)
         if self._kind == "text":
@@ -118,6 +129,8 @@ class ColumnWriter:
                 self._match(self._like, values.dtype, kind)
         if (kind == "text") != (self._kind == "text") or not np.can_cast(values.dtype, self._dtype, "safe"):
             raise Unsupported(f"its type changes from {self._dtype} to {values.dtype} at row {self._rows}")
+        if 0 in values.shape[1:]:
+            raise Unsupported(f"its rows are empty: each has the shape {list(values.shape[1:])}")
         if values.shape[1:] != self._shape:
             raise Unsupported(
                 f"its shape changes from {list(self._shape)} to {list(values.shape[1:])} at row {self._rows}"
@@ -129,9 +142,8 @@ class ColumnWriter:
         wanted = np.dtype(like.dtype)
         # int64 to float64 is what numpy calls safe; a file of whole numbers may well stand for the same column.
         if (like.kind == "text") != (kind == "text") or not np.can_cast(dtype, wanted, "safe"):
-            here = "text" if kind == "text" else dtype.name
             there = "text" if like.kind == "text" else like.dtype
-            raise Unsupported(f"it is {here} here, but {there} in the training set")
+            raise Unsupported(f"it is {dtype.name} here, but {there} in the training set")
         if like.shape != self._shape:
             raise Unsupported(f"its shape is {list(self._shape)} here, but {list(like.shape)} in the training set")
         self._dtype = wanted
@@ -188,6 +200,20 @@ class ColumnWriter:
             "values": len(vocabulary),
             "vocabulary": file,
         }
+
+
+def _no_number(chunk: Chunk, like: Column) -> Unsupported:
+    """Text where the training set has numbers."""
+    assert chunk.words is not None
+    for row, code in enumerate(chunk.values.tolist()):
+        word = chunk.words[code] if code >= 0 else None
+        if word is None:
+            continue
+        try:
+            float(word)
+        except ValueError:
+            return Unsupported(f"it is text here, such as `{word[:40]}`, but {like.dtype} in the training set", row)
+    return Unsupported(f"it is text here, but {like.dtype} in the training set")
 
 
 def _wider(low: int | None, high: int | None, new_low: int, new_high: int) -> tuple[int, int]:

@@ -26,6 +26,8 @@ def convert(
     cache: Path,
     like: Path | None = None,
     notify: Notify | None = None,
+    *,
+    labelled: bool = True,
 ) -> Path:
     """The store of a source: the one in the cache, or a new one.
 
@@ -34,32 +36,47 @@ def convert(
         data: the job's section; sequence, tokenizer and image size matter where the kind needs them.
         folder: what the tokenizer's path starts from.
         cache: where stores lie, by fingerprint.
-        like: the training set's store, whose types and vocabularies a validation set gets.
+        like: the training set's store, or what a run keeps of it, whose types and vocabularies a validation set gets.
         notify: told about the progress.
+        labelled: whether images have the class that their folder names.
 
     Raises:
         DataError: if the source cannot be read, is empty, or does not fit `like`.
     """
+    model = Like(like, Manifest.read(like, files=False)) if like is not None else None
     if found.kind == "manifest":
-        Manifest.read(found.root)
+        _same_texts(found, Manifest.read(found.root), model)
         return found.root
-    model = Like(like, Manifest.read(like)) if like is not None else None
     hashes = content_hashes(found.files, cache, notify)
     parts: list[object] = ["verbund-data", VERSION, found.kind, found.name if found.kind == "sklearn" else ""]
     parts += [[str(path.relative_to(found.root)), hashes[path]] for path in found.files]
-    parts.append(model.manifest.fingerprint if model is not None else None)
+    parts.append([model.manifest.fingerprint, *model.manifest.names] if model is not None else None)
     fill: Callable[[str, Path], Manifest]
     if found.kind == "text":
         tokenizer = Tokenizer(data.tokenizer or "bytes", folder)
         parts += [tokenizer.identity, data.sequence]
         fill = partial(_tokens, found, data.sequence, tokenizer)
     elif found.kind == "images":
-        parts += [list(data.image_size or ()), str(found.root)]
-        fill = partial(_images, found, data.image_size, model)
+        parts += [list(data.image_size or ()), str(found.root), labelled]
+        fill = partial(_images, found, data.image_size, model, labelled)
     else:
         fill = partial(_table, found, model, notify)
     name = fingerprint(parts)
     return stored(cache, name, partial(fill, name))
+
+
+def _same_texts(found: Found, manifest: Manifest, like: Like | None) -> None:
+    """A store is taken as it is: its codes must mean what those of the training set do."""
+    for column in manifest.columns if like is not None else ():
+        model = like.column(column.name) if like is not None else None
+        if like is None or model is None or model.vocabulary is None or column.vocabulary is None:
+            continue
+        if vocabulary(found.root, column) != vocabulary(like.folder, model):
+            raise DataError(
+                f"column `{column.name}` has other texts than in the training set, so its codes mean other things",
+                where=f"{found.key}, {found.name}",
+                fix="Name the files that it was made of",
+            )
 
 
 def _table(found: Found, like: Like | None, notify: Notify | None, name: str, folder: Path) -> Manifest:
@@ -83,7 +100,7 @@ def _opened(found: Found, like: Like | None) -> Table:
     if found.kind == "sklearn":
         from verbund.data.bundled import BundledTable
 
-        return BundledTable(found.name)
+        return BundledTable(found.name, found.key)
     if found.kind in ("npy", "npz"):
         from verbund.data.arrays import ArrayTable
 
@@ -129,40 +146,48 @@ def _tokens(found: Found, sequence: int, tokenizer: Tokenizer, name: str, folder
     return Manifest("tokens", rows, (column,), sources, name, block, sequence=sequence)
 
 
-def _images(found: Found, size: tuple[int, int] | None, like: Like | None, name: str, folder: Path) -> Manifest:
+def _images(
+    found: Found, size: tuple[int, int] | None, like: Like | None, labelled: bool, name: str, folder: Path
+) -> Manifest:
     from verbund.data.images import common_shape
 
     relative = [path.relative_to(found.root) for path in found.files]
-    classes = sorted({path.parts[0] for path in relative})
     shape: tuple[int, ...] | None = None
     if like is not None:
-        model = like.manifest
-        label, image = model.column("label"), model.column("image")
-        if model.kind != "images" or label is None or image is None:
+        image = like.column("image")
+        if like.manifest.kind != "images" or image is None:
             raise DataError("are images, the training set is not", where=found.name)
+        shape = image.shape
+    shape = common_shape(found.files, size, shape)
+    columns = [Column("image", "uint8", shape, "image", None, minimum=0, maximum=255)]
+    if labelled:
+        columns.append(_labels(found, relative, like, folder))
+    (folder / FILES).write_text(json.dumps([str(path) for path in relative], ensure_ascii=False), encoding="utf-8")
+    sources = tuple(SourceFile(str(path), 1) for path in found.files)
+    return Manifest("images", len(relative), tuple(columns), sources, name, 1, root=str(found.root))
+
+
+def _labels(found: Found, relative: list[Path], like: Like | None, folder: Path) -> Column:
+    """The classes that the folders name; those of `like`, if there is one, by name."""
+    classes = sorted({path.parts[0] for path in relative})
+    label = like.column("label") if like is not None else None
+    if like is not None and label is not None:
         known = vocabulary(like.folder, label)
         if strange := [entry for entry in classes if entry not in known]:
             raise DataError(f"class `{strange[0]}` is not in the training set", where=str(found.root / strange[0]))
-        classes, shape = known, image.shape
-    shape = common_shape(found.files, size, shape)
+        classes = known
     numbers = {entry: number for number, entry in enumerate(classes)}
     labels = np.array([numbers[path.parts[0]] for path in relative], np.int64)
     labels.tofile(folder / "c1.bin")
     (folder / "classes.json").write_text(json.dumps(classes, ensure_ascii=False), encoding="utf-8")
-    (folder / FILES).write_text(json.dumps([str(path) for path in relative], ensure_ascii=False), encoding="utf-8")
-    columns = (
-        Column("image", "uint8", shape, "image", None, minimum=0, maximum=255),
-        Column(
-            "label",
-            "int64",
-            (),
-            "label",
-            "c1.bin",
-            minimum=int(labels.min()),
-            maximum=int(labels.max()),
-            values=len(classes),
-            vocabulary="classes.json",
-        ),
+    return Column(
+        "label",
+        "int64",
+        (),
+        "label",
+        "c1.bin",
+        minimum=int(labels.min()),
+        maximum=int(labels.max()),
+        values=len(classes),
+        vocabulary="classes.json",
     )
-    sources = tuple(SourceFile(str(path), 1) for path in found.files)
-    return Manifest("images", len(labels), columns, sources, name, 1, root=str(found.root))

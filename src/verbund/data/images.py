@@ -21,7 +21,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError("pillow is not installed", where="data.train", fix="pip install 'verbund[images]'") from None
+        raise DataError("pillow is not installed", where="data", fix="pip install 'verbund[images]'") from None
     return Image
 
 
@@ -34,7 +34,7 @@ def common_shape(files: Sequence[Path], size: Size, shape: tuple[int, ...] | Non
         shape: what they must come to, if that is known.
 
     Raises:
-        DataError: naming the first file that is no image, or of another size than the others.
+        DataError: naming the first file that is no image, or of another size than the others or the training set's.
     """
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         headers = list(pool.map(_header, files))
@@ -43,10 +43,13 @@ def common_shape(files: Sequence[Path], size: Size, shape: tuple[int, ...] | Non
         first = (shape[1], shape[2]) if shape is not None else headers[0][0]
         for path, (here, _) in zip(files, headers, strict=True):
             if here != first:
+                others = "others" if shape is None else "those of the training set"
                 raise DataError(
-                    f"is {here[0]} × {here[1]} pixels, others are {first[0]} × {first[1]}",
+                    f"is {here[0]} × {here[1]} pixels, {others} are {first[0]} × {first[1]}",
                     where=str(path),
-                    fix="Set `data.image_size` to give all images one size",
+                    fix="Set `data.image_size` to give all images one size"
+                    if shape is None
+                    else "Resize it, or train with `data.image_size`, to which all images are resized",
                 )
         size = first
     return (1 if grey else 3, *size)

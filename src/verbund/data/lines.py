@@ -126,7 +126,13 @@ class LinesTable(ABC):
                 failure = error
             else:
                 raise Contradiction
-        raise DataError(_without_row(failure), where=f"{path}, row {row + _row_of(failure)}")
+        names = header[0] if isinstance(header, tuple) else []
+        comma = re.search(r"invalid value '[+-]?[\d.]*,\d+'", str(failure))
+        raise DataError(
+            _without_row(failure, names),
+            where=f"{path}, row {row + _row_of(failure)}",
+            fix="Write decimals with a point" if comma else None,
+        )
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, Any, int]]:
         """Blocks of whole rows, the file's header, and the number of the block's first row."""
@@ -157,7 +163,7 @@ class LinesTable(ABC):
 
 
 class CsvTable(LinesTable):
-    """CSV files with a header line. Commas separate; semicolons or tabs do where the header has no comma.
+    """CSV files with a header line. Commas, semicolons or tabs separate: what the header has most of.
 
     Args:
         files: see `LinesTable`.
@@ -186,7 +192,7 @@ class CsvTable(LinesTable):
             line = stream.readline(1 << 20).decode("utf-8-sig").strip("\r\n")
         except UnicodeDecodeError:
             raise DataError("is no UTF-8 text", where=str(path), fix="Save it as UTF-8") from None
-        separator = next((mark for mark in ",;\t" if mark in line), ",")
+        separator = max(",;\t", key=re.sub(r'"[^"]*"', "", line).count)
         names = next(plain_csv.reader([line], delimiter=separator), [])
         for name in names:
             if names.count(name) > 1:
@@ -265,8 +271,12 @@ def _row_of(error: Exception) -> int:
     return 0
 
 
-def _without_row(error: Exception) -> str:
+def _without_row(error: Exception, names: list[str]) -> str:
+    """What an error of Arrow's says, with the column's name for its number."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     text = re.sub(r"\s*(Row #\d+: |in row \d+)", " ", text).strip()
+    found = re.match(r"In CSV column #(\d+): *CSV conversion error to \w+: *(.*)", text)
+    if found and int(found[1]) < len(names):
+        return f"`{names[int(found[1])]}` holds numbers, but here an {found[2]}"
     text = re.sub(r"^(In CSV column #\d+: *)?(CSV|JSON) (parse|conversion) error(: *)?", "", text)
     return f"cannot be parsed: {text}"

@@ -136,8 +136,12 @@ class Manifest:
         (folder / NAME).write_text(json.dumps(record, ensure_ascii=False, allow_nan=False), encoding="utf-8")
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Path, files: bool = True) -> Manifest:
         """Reads a store's manifest and checks that the columns' files have the sizes it tells.
+
+        Args:
+            folder: the store.
+            files: False for what a run keeps of its training set, which is the manifest without the values.
 
         Raises:
             DataError: if the manifest is missing, of another version, or a file is missing or cut short.
@@ -163,7 +167,8 @@ class Manifest:
             manifest = Manifest(columns=columns, sources=sources, **record)
         except (TypeError, KeyError, ValueError) as error:
             raise DataError(f"is damaged: {error}", where=str(path)) from None
-        manifest._check_files(folder)
+        if files:
+            manifest._check_files(folder)
         return manifest
 
     def _check_files(self, folder: Path) -> None:

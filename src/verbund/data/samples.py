@@ -94,6 +94,11 @@ class ColumnFiles(Source):
                 array = array[: self.size * max(int(np.prod(column.shape)), 1)]
                 self._arrays[column.name] = array.view(np.ndarray).reshape(self.size, *column.shape)
 
+    @property
+    def files(self) -> list[str] | None:
+        """The file of each sample, where each has one."""
+        return self._images.files if self._images is not None else None
+
     def rows(self, ids: Ids, ticket: int | None = None) -> Rows:
         rows = {name: array[ids] for name, array in self._arrays.items()}
         if self._images is not None:
@@ -109,14 +114,14 @@ class _Images:
         assert manifest.root is not None
         assert column is not None
         self._root = Path(manifest.root)
-        self._files: list[str] = json.loads((folder / FILES).read_text(encoding="utf-8"))
+        self.files: list[str] = json.loads((folder / FILES).read_text(encoding="utf-8"))
         self._shape = column.shape
         self._size = (column.shape[1], column.shape[2])
 
     def read(self, ids: Ids) -> NDArray[np.uint8]:
         result = np.empty((len(ids), *self._shape), np.uint8)
         for row, number in enumerate(ids.tolist()):
-            path = self._root / self._files[number]
+            path = self._root / self.files[number]
             if not path.is_file():
                 raise DataError("an image that was there at the start is gone", where=str(path))
             result[row] = decode(path, self._size, self._shape)

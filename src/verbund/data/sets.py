@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verbund.data.dataset import DatasetSource
-from verbund.data.prepare import Prepared, names_of
+from verbund.data.prepare import Prepared, names_of, needed
 from verbund.data.samples import ColumnFiles, Samples, Source
 from verbund.data.split import Selection
 from verbund.errors import DataError
@@ -16,10 +16,15 @@ from verbund.task import Task
 def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Samples | None]:
     """The samples to train on, and those to validate with, if there are any.
 
+    Where data are only evaluated there is no training set, and they stand for it.
+
     Raises:
         DataError: if a split leaves one side empty.
     """
     data = job.data
+    if prepared.train is None and prepared.validation is not None:
+        only = Samples(ColumnFiles(Path(prepared.validation), needed(data, task.own)))
+        return only, only
     if prepared.train is None:
         assert task.dataset is not None, "loading the task has asked for it"
         names = [*(names_of(data.input) or ["input"]), *(names_of(data.target) or ["target"])]
@@ -27,18 +32,12 @@ def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Sample
         other = task.validation_dataset() if task.validation_dataset is not None else None
         validation: Source | None = DatasetSource(other, names, job.seed) if other is not None else None
     else:
-        columns = needed(data, task)
+        columns = needed(data, task.own)
         train = ColumnFiles(Path(prepared.train), columns)
         validation = ColumnFiles(Path(prepared.validation), columns) if prepared.validation else None
     if validation is None and data.validation_fraction > 0:
         return _split(train, data, job.seed)
     return Samples(train), Samples(validation) if validation is not None else None
-
-
-def needed(data: Data, task: Task) -> list[str] | None:
-    """The columns that the job names; None, all, where functions of the task may ask for others."""
-    own = (task.own & {"inputs", "targets", "augment"}) or not names_of(data.input)
-    return None if own else [*names_of(data.input), *names_of(data.target)]
 
 
 def _split(source: Source, data: Data, seed: int) -> tuple[Samples, Samples]:

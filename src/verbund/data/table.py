@@ -14,6 +14,9 @@ from verbund.errors import DataError
 
 _NOTIFY_SECONDS = 1.0
 
+LACKING = "it is in the training set only"
+FURTHER = "the training set does not have it"
+
 Notify = Callable[[str], None]
 Rows = dict[str, Chunk | Unsupported]
 """Some rows: each column's chunk, or why it has none."""
@@ -84,7 +87,9 @@ def convert_table(
     try:
         for file, count, chunks in table.batches():
             for column, chunk in chunks.items():
-                if column in unsupported or (like is not None and like.column(column) is None):
+                if like is not None and like.column(column) is None:
+                    unsupported[column] = FURTHER
+                if column in unsupported:
                     continue
                 try:
                     if isinstance(chunk, Unsupported):
@@ -95,7 +100,8 @@ def convert_table(
                         writers[column] = ColumnWriter(folder, place, column, *known)
                     writers[column].write(chunk)
                 except Unsupported as reason:
-                    unsupported[column] = str(reason)
+                    place = f" ({table.files[file]}, row {counts[file] + reason.row})" if reason.row is not None else ""
+                    unsupported[column] = f"{reason}{place}"
                     if column in writers:
                         writers.pop(column).drop()
             rows += count
@@ -108,7 +114,7 @@ def convert_table(
         if like is not None:
             for column in like.manifest.names:
                 if column not in writers and column not in unsupported:
-                    unsupported[column] = "it is in the training set only"
+                    unsupported[column] = LACKING
         columns = tuple(writer.finish() for writer in writers.values())
     finally:
         for writer in writers.values():

@@ -2,19 +2,92 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from verbund.job import AXES
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of an island's axes and this process's place among them."""
+    """The sizes of an island's axes and this process's place among them.
 
-    data: int
-    rank: int
+    Ranks count through the axes with `tensor` the fastest, then `shard`, `data`, `pipeline`: those that exchange most
+    are neighbours.
+
+    Args:
+        rank: this process's number in the island.
+        data: replicas that share the samples.
+        shard: workers that share the samples and hold a share of every parameter each.
+        tensor: workers that compute a share of every operation on the same samples.
+        pipeline: workers that compute one run of layers after the other on the same samples.
+    """
+
+    rank: int = 0
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @staticmethod
+    def of(sizes: dict[str, int], rank: int) -> Mesh:
+        """The mesh of a job; axes that it does not name are 1."""
+        return Mesh(rank, **{axis: sizes.get(axis, 1) for axis in AXES})
 
     @property
     def world(self) -> int:
-        return self.data
+        """Workers in all."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    def size(self, *axes: str) -> int:
+        """The product of some axes' sizes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def place(self, *axes: str) -> int:
+        """This worker's number along some axes together, the last one the fastest."""
+        return self._place(self._coordinates(self.rank), axes)
+
+    def peers(self, *axes: str) -> list[int]:
+        """The ranks that differ from this one along `axes` only, itself among them, in the order of `place`."""
+        mine = self._coordinates(self.rank)
+        fixed = [axis for axis in _ORDER if axis not in axes]
+        found = []
+        for rank in range(self.world):
+            there = self._coordinates(rank)
+            if all(there[axis] == mine[axis] for axis in fixed):
+                found.append((self._place(there, axes), rank))
+        return [rank for _, rank in sorted(found)]
+
+    @property
+    def batch_workers(self) -> int:
+        """How many workers (or groups of them) share the samples of a global batch."""
+        return self.data * self.shard
+
+    @property
+    def batch_worker(self) -> int:
+        """Which of them this one belongs to."""
+        return self.place("data", "shard")
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether a worker holds less than the whole model."""
+        return self.shard * self.tensor * self.pipeline > 1
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis in reversed(_ORDER):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def _place(self, coordinates: dict[str, int], axes: tuple[str, ...]) -> int:
+        place = 0
+        for axis in _ORDER:
+            if axis in axes:
+                place = place * int(getattr(self, axis)) + coordinates[axis]
+        return place
+
+
+_ORDER = ("pipeline", "data", "shard", "tensor")
 
 
 @dataclass(frozen=True)
@@ -29,13 +102,15 @@ class Division:
     Args:
         workers: the size of the axis.
         unit: samples that stay together.
-        micro_batch: samples of one forward pass; 0: all of the worker's share. Ignored where units are of more
-            than one sample: there every unit is a forward pass of its own.
+        micro_batch: samples of one forward pass; 0: as `passes` says. Ignored where units are of more than one
+            sample: there every unit is a forward pass of its own.
+        passes: into how many forward passes a share is divided, if there are enough samples.
     """
 
     workers: int
     unit: int = 1
     micro_batch: int = 0
+    passes: int = 1
 
     def share(self, size: int, worker: int) -> tuple[int, int]:
         """The half-open range of a global batch of `size` samples that `worker` computes; may be empty."""
@@ -47,5 +122,5 @@ class Division:
     def micro_batches(self, size: int, worker: int) -> list[tuple[int, int]]:
         """The half-open ranges of the forward passes of `worker`, in order."""
         low, high = self.share(size, worker)
-        step = self.unit if self.unit > 1 else self.micro_batch or max(high - low, 1)
+        step = self.unit if self.unit > 1 else self.micro_batch or max(-(-(high - low) // self.passes), 1)
         return [(start, min(start + step, high)) for start in range(low, high, step)]

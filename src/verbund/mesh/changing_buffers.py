@@ -48,7 +48,7 @@ def persistent(model: nn.Module) -> list[Buffer]:
     found: dict[int, Buffer] = {}
     for prefix, module in model.named_modules():
         for key, tensor in module._buffers.items():
-            if tensor is not None and key not in module._non_persistent_buffers_set:
+            if tensor is not None and not tensor.is_meta and key not in module._non_persistent_buffers_set:
                 found.setdefault(id(tensor), Buffer(module, key, f"{prefix}.{key}" if prefix else key))
     return list(found.values())
 

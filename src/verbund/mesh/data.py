@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from verbund.comm.collectives import Group, Work
 from verbund.errors import InputError
 
-# Large enough that a collective's latency does not count, small enough that most of a large model is under way
-# before the
-# backward pass ends; measured on two cores with models of 1 to 80 MB.
-BUCKET_BYTES = 100 << 20
+# Large enough that a collective's latency does not count, small enough that most of a large model is under way before
+# the backward pass ends; measured on two cores with models of 1 to 80 MB.
+BUCKET_BYTES = 4 << 20
 _WEIGHT_UNIT = 4096.0
 _NUMBERS = 4  # loss, weight in units of 4096, rest of the weight, flag
 
@@ -107,10 +106,15 @@ class GradientSums:
         parameters: the trained parameters, in the model's order, the same on all workers.
         group: the workers of the axis.
         extras: how many extra numbers travel with the gradients (running statistics).
+        beyond: groups whose members hold other parts of the same replica, and with whom the numbers, but no
+            gradients, are added up after that; the last of them without the extra numbers.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: Group, extras: int = 0) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: Group, extras: int = 0, beyond: Sequence[Group] = ()
+    ) -> None:
         self._group = group
+        self._beyond = beyond
         self._parameters = list(parameters)
         self._buckets: list[_Bucket] = []
         self._launched = 0
@@ -168,11 +172,28 @@ class GradientSums:
             self._send_rest()
             self._wait()
             values = self._buckets[-1].tail
+        values = self._with_others(values)
         extras = values[len(values) - self._extras :]
         loss_, high_, low_, flags, *counts = values[: len(values) - self._extras].tolist()
         if self._buckets:
             self._hand_over(counts)
         return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags, extras)
+
+    def _with_others(self, values: Tensor) -> Tensor:
+        """Adds up the numbers with the workers that have other samples (axis `shard`) or other layers."""
+        for index, group in enumerate(self._beyond):
+            if group.world == 1:
+                continue
+            values = values.clone()
+            if index < len(self._beyond) - 1:
+                shared = values[len(values) - self._extras :]
+                shared = torch.cat([values[:_NUMBERS], shared])
+                group.all_reduce(shared, "the all-reduce of the step's numbers")
+                values[len(values) - self._extras :] = shared[_NUMBERS:]
+                values[:_NUMBERS] = shared[:_NUMBERS]
+            else:
+                group.all_reduce(values[:_NUMBERS], "the all-reduce of the step's numbers")
+        return values
 
     def _cut(self, tail: int) -> None:
         groups: list[list[nn.Parameter]] = [[]]

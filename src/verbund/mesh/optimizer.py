@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,7 +29,9 @@ _HIGHEST_SCALE = 2.0**100
 _GROWTH_STEPS = 2000
 
 
-def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: Optimizer) -> torch.optim.Optimizer:
+def build(
+    parameters: Iterable[tuple[str, nn.Parameter]], spec: Optimizer, every: Sequence[str] = ()
+) -> torch.optim.Optimizer:
     """The optimiser that `spec` describes.
 
     Every parameter goes to the first group of `spec` one of whose patterns matches its name, else to the
@@ -41,6 +43,7 @@ def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: Optimizer) -> to
     Args:
         parameters: of the model, by name.
         spec: the job's.
+        every: the names of all trained parameters of a model of which others hold the rest.
 
     Raises:
         JobError: on an unknown name or argument, or a value that the optimiser refuses; all problems at once.
@@ -59,7 +62,7 @@ def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: Optimizer) -> to
         )
     base = _converted(kind, {"lr": spec.lr, **spec.arguments()})
     groups: dict[str, dict[str, Any]] = {}
-    for index, members in _assign(named, spec.groups):
+    for index, members in _assign(named, spec.groups, every):
         arguments = base if index is None else _converted(kind, {**base, **_group_arguments(spec, index)})
         chosen = [(name, parameter) for name, parameter in members if parameter.requires_grad]
         group = groups.setdefault(repr(sorted(arguments.items())), {"params": [], **arguments})
@@ -267,7 +270,7 @@ def _group_arguments(spec: Optimizer, index: int) -> dict[str, Any]:
 
 
 def _assign(
-    named: list[tuple[str, nn.Parameter]], groups: list[Group]
+    named: list[tuple[str, nn.Parameter]], groups: list[Group], every: Sequence[str]
 ) -> list[tuple[int | None, list[tuple[str, nn.Parameter]]]]:
     """The parameters of the rest (None) and of each group of the job, the rest first."""
     members: dict[int | None, list[tuple[str, nn.Parameter]]] = {
@@ -283,7 +286,7 @@ def _assign(
         first = next((index for index in range(len(groups)) if matches(name, index)), None)
         members[first].append((name, parameter))
     for index in range(len(groups)):
-        if members[index]:
+        if members[index] or any(matches(name, index) for name in every if name not in dict(named)):
             continue
         text = ", ".join(f"`{pattern}`" for pattern in patterns[index])
         where = f"train.optimizer.groups.{index}.match"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,23 @@ from torch import Tensor
 
 from verbund import objectives
 from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.errors import DataError, RunFailed, TaskError, VerbundError
+from verbund.errors import DataError, InputError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.data import GradientSums, StepSums
+from verbund.mesh.divide import ELEMENTWISE, divide, example_call, whole
 from verbund.mesh.ema import ExponentialMovingAverage
+from verbund.mesh.groups import Groups
+from verbund.mesh.held import Held
+from verbund.mesh.pipeline import schedule as pipeline_schedule
+from verbund.mesh.pipeline.stages import Boundary
+from verbund.mesh.tensor import layers
+from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
@@ -39,55 +47,129 @@ class Replica:
         task: the user's functions.
         job: the whole job.
         mesh: the island's axes.
-        group: the workers of the axis `data`.
+        groups: this worker's peers along them.
         doing: is told what the process does from now on.
+        example: some samples, where the mesh divides the model.
+        costs: of each layer, for pipeline stages.
     """
 
-    def __init__(self, task: Task, job: Job, mesh: Mesh, group: Group, doing: Doing = lambda *_: None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        job: Job,
+        mesh: Mesh,
+        groups: Groups,
+        doing: Doing = lambda *_: None,
+        example: Batch | None = None,
+        costs: list[float] | None = None,
+    ) -> None:
         self.task = task
         self.train: Train = job.train
+        self.strategy = job.strategy
         self.mesh = mesh
-        self.group = group
-        self.device = group.device
+        self.groups = groups
+        self.device = groups.island.device
         self._doing = doing
         seed_everything(job.seed)
         if not job.train.compile:
             optimizer.without_dynamo()
         model = task.build().to(self.device)
         self.model = model
-        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        if not self.parameters:
+        if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
-        self.optimizer = optimizer.build(list(zip(self.names, self.parameters, strict=True)), job.train.optimizer)
-        self.ema: ExponentialMovingAverage | None = None
-        if job.train.ema is not None:
-            named = list(zip(self.names, self.parameters, strict=True))
-            self.ema = ExponentialMovingAverage(named, job.train.ema)
-        self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
-
         self.statistics = batch_statistics.has_batch_statistics(model)
         self._whole_batch = self.statistics and job.train.batch_norm == "global"
-        unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
-        self.division = Division(mesh.data, unit, job.train.micro_batch)
-        self._synchronised: batch_statistics.Synchronised | None = None
-        if self._whole_batch:
-            self._synchronised = batch_statistics.synchronise(
-                model, lambda tensor: group.all_reduce(tensor, "the all-reduce of batch statistics")
-            )
         if job.train.randomness == "sample":
             self.randomness: SampleRandomness | WorkerRandomness = SampleRandomness(model, job.seed)
         else:
-            self.randomness = WorkerRandomness(model, job.seed, mesh.rank)
+            self.randomness = WorkerRandomness(model, job.seed, mesh.batch_worker)
+        keyed = self.randomness if isinstance(self.randomness, SampleRandomness) else None
+        # Inside of what gathers a block's parameters, which holds for the repetition too.
         activation_checkpointing.apply(model, job.train.activation_checkpointing, self.randomness.context_fn)
+        if mesh.divides_model:
+            assert example is not None, "a mesh that divides the model needs an example"
+            self._refuse(job)
+            call_example = example_call(task, example.columns)
+            self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
+        else:
+            self.divided = whole(model)
+        divided = self.divided
+        if divided.pipeline is not None:
+            divided.pipeline.stages.install()
+        self.axis, self.shards, self.pipeline = divided.axis, divided.shards, divided.pipeline
+        trained = divided.trained
+        self.names = [held.name for held in trained]
+        self.parameters = [held.values for held in trained]
+        named = list(zip(self.names, self.parameters, strict=True))
+        self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
+        self.ema: ExponentialMovingAverage | None = None
+        if job.train.ema is not None:
+            self.ema = ExponentialMovingAverage(named, job.train.ema)
+        self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
+
+        unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
+        self.division = Division(mesh.batch_workers, unit, job.train.micro_batch, self._micro_batches(job))
+        self._synchronised: batch_statistics.Synchronised | None = None
+        if self._whole_batch:
+            self._synchronised = batch_statistics.synchronise(
+                model, lambda tensor: groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
+            )
         self.buffers = batch_statistics.BufferDeltas(model)
-        self._sums = GradientSums(self.parameters, group, extras=self.buffers.size)
+        beyond = (groups.shard, groups.model) if mesh.divides_model else ()
+        self._sums = GradientSums(self.parameters, groups.data, extras=self.buffers.size, beyond=beyond)
+        objective = None if "loss" in task.own else job.train.objective
+        local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
+        self._local_logits = local is not None and divided.output_is_last
+        self._loss = local if local is not None and self._local_logits else task.loss
+        for column in divided.columns:
+            column.local = self._local_logits
         self._call: Callable[..., Any] = torch.compile(model) if job.train.compile else model
+
+    def _refuse(self, job: Job) -> None:
+        """What cannot be together with a mesh that divides the model."""
+        name = job.train.optimizer.name.lower()
+        if name not in ELEMENTWISE and self.mesh.shard * self.mesh.tensor > 1:
+            raise InputError(
+                f"`{name}` needs whole parameters, and the axes `shard` and `tensor` divide them",
+                where="train.optimizer.name",
+                fix=f"Use one of {', '.join(sorted(ELEMENTWISE))}, or the axes `data` and `pipeline`",
+            )
+        if job.train.compile:
+            raise InputError(
+                "`compile` is not available where the mesh divides the model",
+                where="train.compile",
+                fix="Leave it out, or use the axis `data` alone",
+            )
+        if self._whole_batch and self.mesh.pipeline > 1:
+            raise InputError(
+                "batch statistics over the global batch need it in one forward pass, a pipeline has several",
+                where="train.batch_norm",
+                fix='Use `batch_norm = "group"`',
+            )
+
+    def _micro_batches(self, job: Job) -> int:
+        """How many forward passes a pipeline wants at least, so that its stages have work at the same time."""
+        return 4 * self.mesh.pipeline if self.mesh.pipeline > 1 else 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker is the one of its data replica's that has the model's outputs."""
+        return self.mesh.place("tensor") == 0 and (self.pipeline is None or self.pipeline.holds_last())
 
     @property
     def joins_forward(self) -> bool:
-        """Whether the forward pass has collectives, so that a worker without samples must still make one."""
-        return self._whole_batch and self.mesh.world > 1
+        """Whether the forward pass has collectives with workers that have other samples, so that a worker without
+        samples must still make one."""
+        return self.mesh.batch_workers > 1 and (self._whole_batch or self.mesh.shard > 1)
+
+    def plan(self, size: int) -> list[tuple[int, int, bool]]:
+        """This worker's forward passes over a global batch: half-open ranges, and whether it only takes part, with
+        samples that weigh nothing. Where the passes have collectives all workers have the same number."""
+        mine = [(low, high, False) for low, high in self.division.micro_batches(size, self.mesh.batch_worker)]
+        if not self.joins_forward:
+            return mine
+        most = max(len(self.division.micro_batches(size, worker)) for worker in range(self.mesh.batch_workers))
+        return mine + [(0, 1, True)] * (most - len(mine))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -108,33 +190,20 @@ class Replica:
             RunFailed: from the user's model or loss, with the samples concerned.
         """
         self.model.train()
-        low, high = self.division.share(size, self.mesh.rank)
+        low, high = self.division.share(size, self.mesh.batch_worker)
         self._sums.begin()
         self.buffers.begin(first=low == 0 < high)
-        loss: float | Tensor = 0.0
-        weight = 0.0
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / size
+        if self.shards is not None:
+            self.shards.begin()
+            self.shards.gather_rest(training=True)
         self._doing("computing", step)
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / size
         clock = time.monotonic_ns
-        for index in range(count):
-            before = clock()
-            batch = next(batches)
-            start = clock()
-            journal.add("data", step, before, start)
-            sums = self._forward(batch, step)
-            total = sums.total.sum()
-            if index == count - 1 and not self.joins_forward:
-                # Collectives of the backward pass itself must not change places with those of the buckets.
-                self._sums.overlap()
-            # A scalar: for anything else torch imports its symbolic shapes first, which takes half a second.
-            (total * scale).backward()  # type: ignore[no-untyped-call]
-            self.buffers.add(0 if batch.phantom else len(batch.ids))
-            loss = loss + total.detach()
-            weight += float(sums.weight.sum())
-            if index < count - 1:
-                journal.add("compute", step, start, clock())
-        if count == 0:
-            start = clock()
+        passes = self._pipelined if self.pipeline is not None else self._in_turn
+        loss, weight, start = passes(batches, count, step, scale, journal)
+        self._collect_gradients(step)
+        if not self.speaks:
+            loss, weight = 0.0, 0.0
         self._doing("all-reduce", step)
         reduced = self._sums.finish(loss, weight, flag, self.buffers.flat() if self.buffers.size else None)
         self._doing("computing", step)
@@ -142,7 +211,121 @@ class Replica:
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
         for index, stamp in enumerate(stamps):
             journal.collective(step, index, stamp.arrival, stamp.blocked, stamp.done)
+        for traffic in (self.axis.traffic if self.axis else None, self.shards.traffic if self.shards else None):
+            for begin, end in traffic.take() if traffic is not None else ():
+                journal.add("communicate", step, begin, end)
         return reduced
+
+    def _in_turn(
+        self, batches: Iterator[Batch], count: int, step: int, scale: float, journal: Journal
+    ) -> tuple[float | Tensor, float, int]:
+        """Each micro-batch forward and backward; the loss, the weight, and when the last one began."""
+        clock = time.monotonic_ns
+        loss: float | Tensor = 0.0
+        weight = 0.0
+        start = clock()
+        for index in range(count):
+            before = clock()
+            batch = next(batches)
+            start = clock()
+            journal.add("data", step, before, start)
+            sums = self._forward(batch, step)
+            total = sums.total.sum()
+            last = index == count - 1
+            if last and not self.joins_forward:
+                # Collectives of the backward pass itself must not change places with those of the buckets.
+                self._sums.overlap()
+            if self.shards is not None:
+                self.shards.before_backward(last)
+            # A scalar: for anything else torch imports its symbolic shapes first, which takes half a second.
+            (total * scale).backward()
+            if self.shards is not None:
+                self.shards.after_backward()
+            self.buffers.add(0 if batch.phantom else len(batch.ids))
+            loss = loss + total.detach()
+            weight += float(sums.weight.sum())
+            if not last:
+                journal.add("compute", step, start, clock())
+        return loss, weight, start
+
+    def _pipelined(
+        self, batches: Iterator[Batch], count: int, step: int, scale: float, journal: Journal
+    ) -> tuple[float | Tensor, float, int]:
+        """All micro-batches through the pipeline's stages of this worker."""
+        assert self.pipeline is not None
+        pipeline, shards = self.pipeline, self.shards
+        losses: list[Tensor] = []
+        weights: list[float] = []
+
+        def forward(stage: int, batch: Batch, received: list[Tensor] | None) -> Any:
+            def run(inputs: Any) -> Any:
+                return pipeline.stages.run(stage, lambda: call(self._call, inputs), received)
+
+            result = self._forward(batch, step, run)
+            self.buffers.add(0 if batch.phantom else len(batch.ids))
+            if isinstance(result, Boundary):
+                return result
+            total = result.total.sum()
+            losses.append(total.detach())
+            weights.append(float(result.weight.sum()))
+            return total * scale
+
+        def before_backward(last: bool) -> None:
+            if shards is not None:
+                shards.before_backward(last)
+
+        def after_backward() -> None:
+            if shards is not None:
+                shards.after_backward()
+
+        lists = pipeline_schedule.actions(
+            self.strategy.schedule, self.mesh.pipeline, self.strategy.stages_per_worker, count
+        )
+        pipeline.train(
+            lists[self.mesh.place("pipeline")],
+            batches,
+            forward,
+            [held.parameter for held in self.divided.trained],
+            (before_backward, after_backward),
+            step,
+            journal,
+        )
+        return sum(losses) if losses else 0.0, sum(weights), time.monotonic_ns()
+
+    def _collect_gradients(self, step: int) -> None:
+        """Gradients of shares, of tied parameters, and of those of which each worker has only its part."""
+        if self.shards is not None:
+            self._doing("the reduce-scatter of gradients", step)
+            self.shards.finish()
+        if self.axis is not None:
+            layers.forget(self.model)
+            self._add_up([held for held in self.divided.trained if held.partial], self.groups.tensor)
+        for group, tied in self.divided.tied:
+            self._add_up(tied, group)
+
+    def _add_up(self, held: list[Held], group: Group) -> None:
+        values = [h.values for h in held]
+        if not values:
+            return
+        flat = torch.cat([v.grad.reshape(-1) if v.grad is not None else v.new_zeros(v.numel()) for v in values])
+        used = flat.new_tensor([float(v.grad is not None) for v in values])
+        both = torch.cat([flat, used])
+        group.all_reduce(both, "the all-reduce of shared parameters' gradients")
+        at = 0
+        for value, count in zip(values, both[len(flat) :].tolist(), strict=True):
+            value.grad = both[at : at + value.numel()].view_as(value) if count else None
+            at += value.numel()
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """The global norm of the gradients, over all workers that hold some."""
+        if not self.mesh.divides_model:
+            return float(torch.nn.utils.get_total_norm(gradients))
+        mine = [h.values.grad for h in self.divided.trained if h.primary and h.values.grad is not None]
+        square = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for gradient in mine:
+            square += torch.linalg.vector_norm(gradient).double() ** 2
+        self.groups.replica.all_reduce(square, "the all-reduce of the norm")
+        return float(square.sqrt())
 
     def update(self, step: int, size: int, sums: StepSums, total_steps: int | None) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
@@ -156,7 +339,7 @@ class Replica:
         gradients = self._sums.gradients()
         factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
         if self.loss_scale is not None or self.train.clip_norm is not None:
-            norm = float(torch.nn.utils.get_total_norm(gradients)) * factor
+            norm = self._norm(gradients) * factor
             if self.loss_scale is not None and not self.loss_scale.update(norm):
                 return False
             if self.train.clip_norm is not None and norm > self.train.clip_norm:
@@ -174,7 +357,7 @@ class Replica:
         self.model.train()
         self._sums.begin()
         self.buffers.begin(first=True)
-        (self._forward(batch, 0).total.sum() / size).backward()  # type: ignore[no-untyped-call]
+        (self._forward(batch, 0).total.sum() / size).backward()
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise TaskError(
@@ -184,7 +367,8 @@ class Replica:
                 )
         self.optimizer.step()
 
-    def _forward(self, batch: Batch, step: int) -> Sums:
+    def _forward(self, batch: Batch, step: int, run: Callable[[Any], Any] | None = None) -> Any:
+        """The loss of a micro-batch; or, where `run` computes a pipeline stage that is not the last, its `Boundary`."""
         phantom = batch.phantom
         if self._synchronised is not None:
             self._synchronised.set_weights(torch.zeros(len(batch.ids), device=self.device) if phantom else None)
@@ -193,8 +377,10 @@ class Replica:
             columns = self._placed(batch.columns)
             inputs, targets = self.task.inputs(columns), self.task.targets(columns)
             with self.randomness.active(step, torch.from_numpy(batch.ids)), self._autocast():
-                output = call(self._call, inputs)
-                sums = self.task.loss(output, targets)
+                output = call(self._call, inputs) if run is None else run(inputs)
+                if isinstance(output, Boundary):
+                    return output
+                sums = self._loss(output, targets)
         except VerbundError as error:
             raise self._bad_target(output, targets, batch) or error from None
         except Exception as error:
@@ -237,19 +423,46 @@ class Replica:
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums]:
-        """Output, targets and loss of one evaluation batch; `averaged` decides which weights are used."""
+    def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
+        """Output, targets and loss of one evaluation batch, on the worker that has the output, else None; `averaged`
+        decides which weights are used."""
         columns = self._placed(batch.columns)
-        inputs = self.task.inputs(columns)
         with torch.inference_mode(), self._autocast():
-            output = call(self.model, inputs)
+            output = self._output(self.task.inputs(columns), batch.ticket)
+            if output is None or not self.speaks:
+                return None
             targets = self.task.targets(columns)
             return output, targets, self.task.loss(output, targets)
 
     def predict(self, batch: Batch) -> Any:
-        """The model's output for one batch that needs no targets."""
+        """The model's output for one batch that needs no targets, on the worker that has it, else None."""
         with torch.inference_mode(), self._autocast():
-            return call(self.model, self.task.inputs(self._placed(batch.columns)))
+            output = self._output(self.task.inputs(self._placed(batch.columns)), batch.ticket)
+        return output if self.speaks else None
+
+    def _output(self, inputs: Any, number: int) -> Any:
+        if self.shards is not None:
+            self.shards.gather_rest(training=False)
+        if self.pipeline is None:
+            return call(self.model, inputs)
+        return self.pipeline.evaluate(number, lambda: call(self.model, inputs))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block the model evaluates, with its moving-average weights if the job keeps any."""
+        self.model.eval()
+        for column in self.divided.columns:
+            column.local = False
+        try:
+            with self.averaged():
+                yield
+        finally:
+            if self.pipeline is not None:
+                self.pipeline.finish()
+            if self.shards is not None:
+                self.shards.free()
+            for column in self.divided.columns:
+                column.local = self._local_logits
 
     def averaged(self) -> AbstractContextManager[Any]:
         """Within the block the model has its moving-average weights, if the job keeps any."""
@@ -258,41 +471,60 @@ class Replica:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this replica holds of `kind`: parameters, buffers, optimizer or ema, as boxes of global tensors.
+        """What this replica holds of `kind`: parameters, buffers, optimizer, ema or gradients, as boxes of global
+        tensors.
 
-        Under the axis `data` every worker holds everything, and each piece is owned by one worker, so that a save is
-        shared among them.
+        Of what several workers of a data replica hold one is the owner; replicas share a save among them.
         """
-        for name, tensor in self._tensors(kind):
-            yield Piece.whole(kind, name, tensor)
-
-    def _tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        if kind == "parameters":
-            for name, parameter in self.model.named_parameters():
-                yield name, parameter.detach()
-        elif kind == "buffers":
+        if kind == "buffers":
             persistent = self.model.state_dict().keys()
             for name, buffer in self.model.named_buffers():
-                if name in persistent:
-                    yield name, buffer
-        elif kind == "optimizer":
-            for name, parameter in zip(self.names, self.parameters, strict=True):
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"{name}/{key}", value
-        elif kind == "ema" and self.ema is not None:
-            yield from self.ema.named_tensors()
+                if name in persistent and not buffer.is_meta:
+                    yield Piece.whole(kind, name, buffer, name in self.divided.buffers)
+            return
+        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
+        alone = self.mesh.place("shard") == 0
+        for held in self.divided.held:
+            if kind == "parameters":
+                yield from held.pieces(kind, held.name, held.values.detach(), held.primary)
+            elif kind == "ema" and held.name in averages:
+                yield from held.pieces(kind, held.name, averages[held.name], held.primary)
+            elif kind == "gradients" and held.values.grad is not None:
+                yield from held.pieces(kind, held.name, held.values.grad, held.primary)
+            elif kind == "optimizer":
+                for key, value in self.optimizer.state.get(held.values, {}).items():
+                    if not isinstance(value, Tensor):
+                        continue
+                    if value.shape == held.values.shape and (value.dim() or not held.shape):
+                        yield from held.pieces(kind, f"{held.name}/{key}", value, held.primary)
+                    else:
+                        # Of a tensor in several boxes too there is one such number.
+                        yield Piece.whole(kind, f"{held.name}/{key}", value, held.primary and alone and _first(held))
 
-    def load_optimizer(self, names: list[str], read: Callable[[str], Tensor]) -> None:
+    def all_names(self, kind: str) -> set[str]:
+        """The names of all parameters, or saved buffers, of the whole model."""
+        if kind == "parameters":
+            return {name for name, _ in self.model.named_parameters()}
+        persistent = self.model.state_dict().keys()
+        return {name for name, _ in self.model.named_buffers() if name in persistent}
+
+    def load_optimizer(self, checkpoint: Checkpoint) -> None:
         """Restores the optimiser's state from tensors named `PARAMETER/KEY`."""
-        known = dict(zip(self.names, self.parameters, strict=True))
-        for full in names:
+        known = {held.name: held for held in self.divided.trained}
+        for full in checkpoint.names("optimizer"):
             name, _, key = full.rpartition("/")
-            if name in known:
-                value = read(full)
+            if (held := known.get(name)) is None:
+                continue
+            if checkpoint.shape("optimizer", full) == held.shape:
+                values = torch.empty_like(held.values)
+                for box, place in held.spans():
+                    part = values[place] if held.shape else values
+                    part.copy_(checkpoint.read("optimizer", full, box.offset, box.length))
+            else:
                 # Step counters stay where the optimiser keeps them; moments lie beside their parameter.
-                device = value.device if value.dim() == 0 else known[name].device
-                self.optimizer.state[known[name]][key] = value.to(device)
+                values = checkpoint.read("optimizer", full)
+                values = values if values.dim() == 0 else values.to(held.values.device)
+            self.optimizer.state[held.values][key] = values
 
     def checksums(self) -> Tensor:
         """One number per parameter: the sum of its bits, exact and independent of order; shape [P], int64."""
@@ -304,16 +536,18 @@ class Replica:
         Raises:
             RunFailed: naming the first tensor that differs, and the workers that differ from the majority.
         """
-        if self.group.world == 1:
+        group = self.groups.data
+        if group.world == 1:
             return
-        gathered = torch.stack(self.group.all_gather(self.checksums(), "the comparison of the replicas"))
+        gathered = torch.stack(group.all_gather(self.checksums(), "the comparison of the replicas"))
         different = (gathered != gathered[0]).any(dim=0)
         if not bool(different.any()):
             return
         index = int(different.nonzero()[0])
         values = gathered[:, index].tolist()
         usual = max(set(values), key=values.count)
-        odd = [rank for rank, value in enumerate(values) if value != usual]
+        peers = self.mesh.peers("data")
+        odd = [peers[place] for place, value in enumerate(values) if value != usual]
         workers = f"worker{'s' if len(odd) != 1 else ''} {', '.join(map(str, odd))}"
         fix = (
             "`model()` must give the same values in every process: it is called with torch, numpy and random seeded"
@@ -325,6 +559,10 @@ class Replica:
             where="train",
             fix=fix,
         )
+
+
+def _first(held: Held) -> bool:
+    return held.tensor_cut is None or held.tensor_cut.worker == 0
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:

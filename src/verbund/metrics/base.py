@@ -167,6 +167,13 @@ class Metric(ABC):
         """The metric's values by name; `total` is [k], or [0] if there was no batch."""
 
 
+class Share(Metric):
+    """A metric that is one sum over another; its state is the two of them."""
+
+    def finish(self, total: Floats) -> dict[str, Value]:
+        return {self.name: ratio(*total) if total.size else float("nan")}
+
+
 class Gathered(ABC):
     """A metric that no sums can hold: it keeps what it needs of every sample, in its own types."""
 

@@ -10,19 +10,24 @@ import numpy as np
 import torch
 
 from verbund.errors import InputError
-from verbund.metrics.base import Floats, Metric, Observed, Value, ratio
+from verbund.metrics.base import Floats, Metric, Observed, Share, Value
 
 _MATRIX_LIMIT = 2048
 
 
-class Accuracy(Metric):
-    """Share of positions whose most probable class is the target; binary: of labels that are right."""
+class _Labelled(Metric):
+    """Counts labels: class numbers, or with `binary` a 0 or 1 per output."""
 
-    name = "accuracy"
     exact = True
 
     def __init__(self, binary: bool) -> None:
         self._binary = binary
+
+
+class Accuracy(_Labelled, Share):
+    """Share of positions whose most probable class is the target; binary: of labels that are right."""
+
+    name = "accuracy"
 
     def measure(self, seen: Observed) -> Floats:
         if self._binary:
@@ -32,11 +37,8 @@ class Accuracy(Metric):
             right = seen.predicted == seen.classes[1]
         return np.array([float(right.sum()), float(right.numel())])
 
-    def finish(self, total: Floats) -> dict[str, Value]:
-        return {self.name: ratio(*total) if total.size else float("nan")}
 
-
-class TopK(Metric):
+class TopK(Share):
     """Share of positions whose target is among the `k` most probable classes; of equals the lowest is
     first."""
 
@@ -60,21 +62,16 @@ class TopK(Metric):
         right = (before.sum(1) < self._k) & ~own.squeeze(1).isnan()
         return np.array([float(right.sum()), float(len(labels))])
 
-    def finish(self, total: Floats) -> dict[str, Value]:
-        return {self.name: ratio(*total) if total.size else float("nan")}
 
-
-class PerClass(Metric):
+class PerClass(_Labelled):
     """Precision, recall or F1 per class and their plain mean (macro) over the classes that occur at all.
 
     A ratio without a denominator is 0. State: hits, predictions, targets per class, [3 * C].
     """
 
-    exact = True
-
     def __init__(self, name: str, binary: bool) -> None:
+        super().__init__(binary)
         self.name = name
-        self._binary = binary
 
     def measure(self, seen: Observed) -> Floats:
         if self._binary:
@@ -112,14 +109,10 @@ class PerClass(Metric):
         return {self.name: overall, f"{self.name}_per_class": [float(value) for value in values]}
 
 
-class ConfusionMatrix(Metric):
+class ConfusionMatrix(_Labelled):
     """Counts by target (row) and prediction (column), [C, C]; several binary labels: [k, 2, 2]."""
 
     name = "confusion_matrix"
-    exact = True
-
-    def __init__(self, binary: bool) -> None:
-        self._binary = binary
 
     def measure(self, seen: Observed) -> Floats:
         if self._binary:

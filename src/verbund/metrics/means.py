@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch.nn.functional as F
 
-from verbund.metrics.base import Floats, Metric, Observed, Value, float64, ratio
+from verbund.metrics.base import Floats, Metric, Observed, Share, Value, float64, ratio
 
 
-class Loss(Metric):
+class Loss(Share):
     """The objective itself, divided by its global weight."""
 
     name = "loss"
@@ -16,9 +16,6 @@ class Loss(Metric):
     def measure(self, seen: Observed) -> Floats:
         total, weight = seen.loss
         return np.array([total.sum(), weight.sum()])
-
-    def finish(self, total: Floats) -> dict[str, Value]:
-        return {self.name: ratio(*total) if total.size else float("nan")}
 
 
 class Perplexity(Metric):
@@ -41,7 +38,7 @@ class Perplexity(Metric):
             return {self.name: float(np.exp(ratio(*total))) if total.size else float("nan")}
 
 
-class MeanAbsoluteError(Metric):
+class MeanAbsoluteError(Share):
     """Mean of |output - target| over all values."""
 
     name = "mae"
@@ -49,9 +46,6 @@ class MeanAbsoluteError(Metric):
     def measure(self, seen: Observed) -> Floats:
         output, targets = (tensor.numpy() for tensor in seen.values)
         return np.array([np.abs(output - targets).sum(), output.size])
-
-    def finish(self, total: Floats) -> dict[str, Value]:
-        return {self.name: ratio(*total) if total.size else float("nan")}
 
 
 class RootMeanSquaredError(Metric):

@@ -5,9 +5,14 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     spans        flat rows [kind, step, start, length]: what this process did; kind indexes `SPANS`
     collectives  flat rows [step, index, arrival, blocked, done]: one collective as this process saw it: when
                  it was ready for it, from when it had nothing else to do, and when it went on
+    actions      flat rows [step, kind, stage, micro-batch, start, length]: one forward or backward pass of a
+                 stage of a pipeline; kind indexes `ACTIONS`
+    receives     flat rows [step, stage, micro-batch, blocked, done]: a stage had nothing else to do until the
+                 message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
     links        bytes sent and received per peer so far, counted by the kernel
     memory       peak bytes so far
+    held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal
@@ -29,11 +34,14 @@ from pathlib import Path
 from typing import Any
 
 SPANS = ("compute", "communicate", "data", "checkpoint", "validate", "start")
+ACTIONS = "FBIW"
+"""Forward, backward, backward for the input only, backward for the weights only. They count as compute."""
 THINNED = frozenset(("compute", "communicate", "data"))
 """Kinds of span that come with every step; when a journal is near its limit, only some steps' are kept."""
 NEVER = 1 << 62
 """The stride after the last thinning: no step's spans are kept."""
 _CODES = {name: code for code, name in enumerate(SPANS)}
+_ACTION_CODES = {name: code for code, name in enumerate(ACTIONS)}
 _RARE = frozenset(_CODES) - THINNED
 _FLUSH_SECONDS = 1.0
 _THINNINGS = 8
@@ -45,9 +53,9 @@ class Journal:
 
     Recording costs well under a microsecond; encoding and writing happen once a second. Up to half of
     `limit_mb` all is kept. From then on the stride doubles with every further sixteenth: of the kinds in
-    `THINNED` and of the collectives only one step in 2, 4, 8, …, 256 is kept, and none from `limit_mb` on; an
-    event says so each time. So a run of 64 times the steps that fill the first half is still covered to its
-    end. Steps, links, events and the rare kinds are always kept.
+    `THINNED`, the collectives, actions and receives only one step in 2, 4, 8, …, 256 is kept, and none from
+    `limit_mb` on; an event says so each time. So a run of 64 times the steps that fill the first half is still
+    covered to its end. Steps, links, events and the rare kinds are always kept.
 
     What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again.
     """
@@ -65,6 +73,8 @@ class Journal:
         # interpreter's lock, so that recording needs none of its own.
         self._spans: list[int] = []
         self._collectives: list[int] = []
+        self._actions: list[int] = []
+        self._receives: list[int] = []
         self._steps: list[tuple[int, float, float, int, float]] = []
         self._lock = threading.RLock()
         self._limit = limit_mb * 1e6
@@ -107,6 +117,18 @@ class Journal:
         if step % self._stride == 0:
             self._collectives.extend((step, index, arrival, blocked, done))
 
+    def action(self, step: int, kind: str, stage: int, micro_batch: int, start: int, end: int) -> None:
+        """Records a pass of a stage of a pipeline; `kind` is one of `ACTIONS`. It counts as compute."""
+        if step % self._stride == 0:
+            self._actions.extend((step, _ACTION_CODES[kind], stage, micro_batch, start, end - start))
+        self._step = step
+
+    def received(self, step: int, stage: int, micro_batch: int, blocked: int, done: int) -> None:
+        """Records that `stage` needed a neighbour's output or gradient, and had nothing else to do from
+        `blocked` until `done`, before the action that takes it started."""
+        if step % self._stride == 0:
+            self._receives.extend((step, stage, micro_batch, blocked, done))
+
     def step(self, step: int, loss: float, weight: float, samples: int, rate: float) -> None:
         """Records one optimiser step of the island: its global loss, weight, samples and learning rate."""
         self._steps.append((step, loss, weight, samples, rate))
@@ -116,7 +138,7 @@ class Journal:
         self._write({"t": "event", "name": name, "at": time.monotonic_ns(), "wall": time.time(), **fields})
 
     def totals(self, name: str, **fields: Any) -> None:
-        """Records running totals (`links`, `memory`, `energy`); a reader takes the last."""
+        """Records running totals (`links`, `memory`, `held`, `energy`); a reader takes the last."""
         self._write({"t": name, "at": time.monotonic_ns(), **fields})
 
     @property
@@ -130,6 +152,8 @@ class Journal:
             for name, rows in (
                 ("spans", self._spans),
                 ("collectives", self._collectives),
+                ("actions", self._actions),
+                ("receives", self._receives),
                 ("steps", self._steps),
             ):
                 if count := len(rows):

@@ -16,14 +16,18 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from verbund.observe.events import SPANS
+from verbund.observe.events import ACTIONS, SPANS
 
 FILE_LIMIT = 1 << 30
 LINE_LIMIT = 1 << 26
 EVENT_LIMIT = 20_000
+HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "whole")
+"""What `held` says the bytes of."""
 _FILES_LIMIT = 100_000
 _DAMAGE_LIMIT = 1000
 _BIG = 1 << 62
+STEP_BITS, STAGE_BITS, MICRO_BATCH_BITS = 30, 12, 20
+"""Of the actions and receives that are read; larger numbers are taken for damage."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -36,12 +40,15 @@ class ProcessJournal:
     Args:
         spans: shape [spans, 4]: kind (an index of `events.SPANS`), step, start, length.
         collectives: shape [collectives, 5]: step, index, arrival, blocked, done.
+        actions: shape [actions, 6]: step, kind (an index of `events.ACTIONS`), stage, micro-batch, start, length.
+        receives: shape [receives, 5]: step, stage, micro-batch, blocked, done.
         steps: shape [steps, 5]: step, loss, weight, samples, rate.
-        thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`
-            and of the collectives, only the steps that the stride divides were kept.
+        thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
+            the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
         links: peer to bytes sent and received; None if not measured.
         peak_bytes: most memory; None if not measured.
+        held: bytes of the model's state by kind, and `whole`; None if not measured.
         joules: energy and how it was measured; None if not measured.
         begin: when the process is first heard of.
         end: when it is last heard of.
@@ -60,11 +67,14 @@ class ProcessJournal:
     pid: int = 0
     spans: Ints = field(default_factory=lambda: np.empty((0, 4), np.int64))
     collectives: Ints = field(default_factory=lambda: np.empty((0, 5), np.int64))
+    actions: Ints = field(default_factory=lambda: np.empty((0, 6), np.int64))
+    receives: Ints = field(default_factory=lambda: np.empty((0, 5), np.int64))
     steps: Floats = field(default_factory=lambda: np.empty((0, 5), np.float64))
     thinned: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
     peak_bytes: int | None = None
+    held: dict[str, int] | None = None
     joules: tuple[float, str] | None = None
     begin: int = 0
     end: int = 0
@@ -146,7 +156,8 @@ def _floats(rows: list[Any]) -> Floats:
 
 def _read_file(path: Path, file_limit: int, line_limit: int) -> ProcessJournal | None:
     spans, collectives, steps = _Rows(4, np.int64), _Rows(5, np.int64), _Rows(5, np.float64)
-    rows = {"spans": spans, "collectives": collectives, "steps": steps}
+    actions, receives = _Rows(6, np.int64), _Rows(5, np.int64)
+    rows = {"spans": spans, "collectives": collectives, "actions": actions, "receives": receives, "steps": steps}
     journal: ProcessJournal | None = None
     heard: list[int] = []
     damaged = 0
@@ -177,9 +188,11 @@ def _read_file(path: Path, file_limit: int, line_limit: int) -> ProcessJournal |
         return None
     journal.spans, bad_spans = _sound_spans(spans.array())
     journal.collectives, bad_collectives = _sound_collectives(collectives.array())
+    journal.actions, bad_actions = _sound_actions(actions.array())
+    journal.receives, bad_receives = _sound_receives(receives.array())
     journal.steps = _sound_steps(steps.array())
     journal.thinned = np.array(thinned, np.int64).reshape(-1, 2)
-    journal.damaged = damaged + bad_spans + bad_collectives
+    journal.damaged = damaged + bad_spans + bad_collectives + bad_actions + bad_receives
     journal.truncated = truncated
     _bound(journal, heard)
     return journal
@@ -252,6 +265,9 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
         journal.links = _links(line.get("links"))
     elif kind == "memory":
         journal.peak_bytes = _count(line.get("peak"))
+    elif kind == "held":
+        counts = {name: _count(line[name]) for name in HELD if name in line}
+        journal.held = {name: count for name, count in counts.items() if count is not None}
     elif kind == "energy":
         joules = line.get("joules")
         if isinstance(joules, (int, float)) and joules >= 0:
@@ -283,6 +299,24 @@ def _sound_collectives(rows: Ints) -> tuple[Ints, int]:
     return (rows, 0) if good.all() else (rows[good], int((~good).sum()))
 
 
+def _sound_actions(rows: Ints) -> tuple[Ints, int]:
+    step, kind, stage, micro_batch, start, length = rows.T
+    good = _sound_place(step, stage, micro_batch) & (kind >= 0) & (kind < len(ACTIONS))
+    good &= (start >= 0) & (length >= 0) & (start < _BIG - length)
+    return (rows, 0) if good.all() else (rows[good], int((~good).sum()))
+
+
+def _sound_receives(rows: Ints) -> tuple[Ints, int]:
+    step, stage, micro_batch, blocked, done = rows.T
+    good = _sound_place(step, stage, micro_batch) & (blocked >= 0) & (done >= blocked)
+    return (rows, 0) if good.all() else (rows[good], int((~good).sum()))
+
+
+def _sound_place(step: Ints, stage: Ints, micro_batch: Ints) -> NDArray[np.bool_]:
+    good: NDArray[np.bool_] = (step >= 0) & (step < 1 << STEP_BITS) & (stage >= 0) & (stage < 1 << STAGE_BITS)
+    return good & (micro_batch >= 0) & (micro_batch < 1 << MICRO_BATCH_BITS)
+
+
 def _sound_steps(rows: Floats) -> Floats:
     """Steps are whole numbers; of one recorded twice the last row holds. A loss may be anything, also NaN."""
     with np.errstate(invalid="ignore"):
@@ -302,4 +336,10 @@ def _bound(journal: ProcessJournal, heard: list[int]) -> None:
     if len(journal.collectives):
         begins.append(int(journal.collectives[:, 3].min()))
         ends.append(int(journal.collectives[:, 4].max()))
+    if len(journal.actions):
+        begins.append(int(journal.actions[:, 4].min()))
+        ends.append(int((journal.actions[:, 4] + journal.actions[:, 5]).max()))
+    if len(journal.receives):
+        begins.append(int(journal.receives[:, 3].min()))
+        ends.append(int(journal.receives[:, 4].max()))
     journal.begin, journal.end = min(begins), max(ends)

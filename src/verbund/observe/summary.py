@@ -16,8 +16,10 @@ import numpy as np
 from verbund.observe.directions import best, larger_is_better
 from verbund.observe.energy import NOT_MEASURED
 from verbund.observe.journal import Floats, ProcessJournal, read
+from verbund.observe.pipeline import measure, pipelines
 from verbund.observe.timeline import KINDS, Timeline, merge
 from verbund.observe.verdict import held_back
+from verbund.plain_json import finite
 
 CURVE_POINTS = 2000
 _HOW = "payload bytes of the processes' TCP connections, counted by the kernel"
@@ -51,16 +53,22 @@ def summarise(
 
     `steps` is the number of optimiser steps done; in `loss.curve` a step's number is that of its ticket, from
     0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
-    that add up to `total`. `samples_per_second` leaves out starting and validating.
+    that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
+    says, and None where there was none. `memory_promise` says per worker which bytes of the model's state it held, and
+    their share of what one process alone would hold.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
     settings = read_settings(run_dir)
     steps = valid_steps(journals)
+    speed = _speed(journals, timeline)
+    found = pipelines(journals)
+    pipeline = measure(found, speed) if found else None
     workers = [j for j in journals if j.role == "worker"]
     generations = sorted({j.generation for j in journals})
     summary: dict[str, Any] = {
         "status": status,
+        "run": str(run_dir.resolve()),
         "cause": dict(cause) if cause else None,
         "ended_by": ended_by,
         "strategy": dict(strategy or {}),
@@ -73,16 +81,18 @@ def summarise(
         "seconds": _seconds(timeline),
         "workers": _workers(timeline),
         "bytes": _bytes(journals),
-        "samples_per_second": _speed(journals, timeline),
+        "samples_per_second": speed,
+        "pipeline": pipeline,
         "peak_memory_bytes": _memory(journals),
+        "memory_promise": _promise(journals),
         "energy": _energy(journals),
-        "held_back": held_back(timeline, settings),
+        "held_back": held_back(timeline, settings, pipeline),
         "checkpoints": _checkpoints(journals),
         "failures": failures(journals),
         "notes": notes(journals),
-        "not_measured": _not_measured(journals, timeline),
+        "not_measured": _not_measured(journals, timeline, pipeline),
     }
-    clean: dict[str, Any] = _finite(summary)
+    clean: dict[str, Any] = finite(summary)
     return clean
 
 
@@ -236,6 +246,22 @@ def _memory(journals: Sequence[ProcessJournal]) -> dict[str, int | None]:
     return peaks
 
 
+def _promise(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
+    """Of the newest generation that said what it held."""
+    saying = [j for j in journals if j.role == "worker" and j.held]
+    newest = [j for j in saying if j.generation == saying[-1].generation]
+    if not newest:
+        return None
+    workers: dict[str, dict[str, Any]] = {}
+    whole = max((j.held or {}).get("whole", 0) for j in newest) or None
+    for journal in newest:
+        held = {kind: count for kind, count in (journal.held or {}).items() if kind != "whole"}
+        total = sum(held.values())
+        share = round(total / whole, 6) if whole else None
+        workers[journal.name] = {"held": held, "total": total, "share": share, "peak": journal.peak_bytes}
+    return {"whole": whole, "workers": workers}
+
+
 def _energy(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     measured = [j.joules for j in journals if j.joules is not None]
     if not measured:
@@ -297,7 +323,9 @@ def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     }
 
 
-def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> list[str]:
+def _not_measured(
+    journals: Sequence[ProcessJournal], timeline: Timeline, pipeline: Mapping[str, Any] | None
+) -> list[str]:
     """What the numbers do not say, in sentences."""
     found = []
     workers = [j for j in journals if j.role == "worker"]
@@ -307,6 +335,8 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
         found.append(
             "Waiting: the workers' hosts have clocks of their own; it is contained in the seconds communicating."
         )
+    if pipeline and pipeline["bubble"]["measured"] is None:
+        found.append("The pipeline's bubble: no step was recorded whole, by workers whose clocks can be compared.")
     if missing := [j.name for j in workers if j.links is None]:
         found.append(f"Bytes of {_names(missing)}: the kernel's counters were not read.")
     if missing := [j.name for j in workers if j.peak_bytes is None]:
@@ -322,8 +352,8 @@ def _not_measured(journals: Sequence[ProcessJournal], timeline: Timeline) -> lis
     if timeline.wait_measured and timeline.unsplit > 0.01 * max(blocked, 1e-9):
         share = 100 * min(timeline.unsplit / max(blocked, 1e-9), 1.0)
         found.append(
-            f"{share:.0f} % of the time in collectives could not be divided into waiting and communicating, "
-            "since not all workers recorded them; it counts as communicating."
+            f"{share:.0f} % of the time in collectives and messages could not be divided into waiting and "
+            "communicating, since not all workers recorded them; it counts as communicating."
         )
     if open_ := [j.name for j in workers if not j.ended]:
         found.append(f"The end of {_names(open_)}: the journal was not closed (the process was killed, or runs on).")
@@ -344,14 +374,3 @@ def _names(names: Sequence[str]) -> str:
 def _wall(event: Mapping[str, Any]) -> float:
     wall = event.get("wall")
     return float(wall) if isinstance(wall, (int, float)) and not isinstance(wall, bool) else 0.0
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as None: JSON has none."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value

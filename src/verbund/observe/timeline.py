@@ -1,10 +1,6 @@
 """The journals of all processes, merged: who computed, communicated and waited when. No torch.
 
-Only together do the journals tell waiting from communicating: a collective can begin to move data when the
-last worker has come to it. What a worker spends blocked before that moment is waiting, and it is charged to
-the one who came last; what it spends blocked afterwards is communicating. (The same split is used by, e.g.,
-Holistic Trace Analysis and Scalasca's "wait at barrier" pattern: Geimer et al., "The Scalasca performance
-toolset architecture", 2010.)
+Only together do the journals tell waiting from communicating; `blocked` does.
 
 Intervals of one kind are united, never summed, and each moment of a worker counts for one kind only, the
 first that fits of `PRIORITY`. So the kinds add up to the worker's life.
@@ -19,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from verbund.observe import blocked
 from verbund.observe.events import NEVER, SPANS, THINNED
 from verbund.observe.journal import Ints, ProcessJournal
 
@@ -65,7 +62,7 @@ class Timeline:
     Args:
         lives: by generation, island, rank.
         caused: seconds that the other workers of its island waited for each worker.
-        unsplit: seconds blocked in collectives that not all workers recorded; they count as communicating.
+        unsplit: seconds blocked in collectives and messages that not all workers recorded; they count as communicating.
         wait_measured: False if workers of one island ran on several hosts, whose clocks are not compared.
         estimated: whether the seconds are extrapolated from a part of the steps (a journal at its limit).
     """
@@ -112,19 +109,19 @@ def merge(journals: Sequence[ProcessJournal]) -> Timeline:
         timeline.estimated |= len(eras) > 1
         same_host = len({life.journal.host for life in lives}) == 1
         timeline.wait_measured &= same_host
-        rows = [_kept(life.journal.collectives, 0, eras) for life in lives]
-        split, last, whole = _split(rows, same_host)
-        for number, life in enumerate(lives):
-            mine, at = rows[number], split[number]
-            factor = _factors(mine[:, 0], eras)
-            if same_host:
-                waited = (at - mine[:, 3]) * factor / 1e9
-                _charge(caused, lives, last[number], np.where(last[number] == number, 0.0, waited))
-            timeline.unsplit += float(((mine[:, 4] - mine[:, 3]) * factor)[~whole[number]].sum()) / 1e9
-            life.intervals = _intervals(life.journal, mine, at, eras)
+        kept = [_kept(life.journal.actions, eras) for life in lives]
+        collectives = blocked.in_collectives([_kept(life.journal.collectives, eras) for life in lives], same_host)
+        received = [_kept(life.journal.receives, eras) for life in lives]
+        receives = blocked.in_receives(received, kept, same_host)
+        for number, (life, actions) in enumerate(zip(lives, kept, strict=True)):
+            mine = np.concatenate((collectives[number], receives[number]))
+            step, begin, split, done, last = mine.T
+            factor = _factors(step, eras) / 1e9
+            _charge(caused, lives, last, np.where(last == number, 0.0, (split - begin) * factor))
+            timeline.unsplit += float(((done - begin) * factor)[last == blocked.UNKNOWN].sum())
+            life.intervals = _intervals(life.journal, actions, mine, eras)
             life.seconds = _seconds(life, eras)
-            compute = life.intervals["compute"]
-            life.steps = _steps(life.journal, eras) if len(compute) else 0
+            life.steps = _steps(life.journal, eras) if len(life.intervals["compute"]) else 0
     timeline.caused = dict(sorted(caused.items()))
     return timeline
 
@@ -146,63 +143,9 @@ def union(intervals: Intervals) -> Intervals:
     return np.stack((starts[begins], reach[np.append(begins[1:] - 1, len(starts) - 1)]), axis=1)
 
 
-# -- waiting and communicating -------------------------------------------------------------------------------
-
-
-def _split(rows: list[Ints], same_host: bool) -> tuple[list[Ints], list[Ints], list[NDArray[np.bool_]]]:
-    """Where waiting ends in each worker's collectives.
-
-    Args:
-        rows: per worker, shape [collectives, 5].
-        same_host: whether arrivals can be compared.
-
-    Returns:
-        per worker, shape [collectives]: when waiting ended and communicating began (between blocked and
-        done), which worker came last, and whether all workers recorded the collective.
-    """
-    sizes = [len(r) for r in rows]
-    every = np.concatenate(rows) if rows else np.empty((0, 5), np.int64)
-    total = len(every)
-    if total == 0:
-        empty = [np.empty(0, np.int64) for _ in rows]
-        return empty, empty, [np.empty(0, bool) for _ in rows]
-    worker = np.repeat(np.arange(len(rows)), sizes)
-    order, first = _groups(every[:, 0], every[:, 1])
-    starts = np.flatnonzero(first)
-    counts = np.diff(np.append(starts, total))
-    group = np.cumsum(first) - 1
-    arrival, owner = every[order, 2], worker[order]
-    latest = np.maximum.reduceat(arrival, starts)
-    # Of several that came last at once, the first row counts.
-    at_last = np.flatnonzero(arrival == latest[group])
-    _, which = np.unique(group[at_last], return_index=True)
-    came_last = owner[at_last[which]]
-    everybody = counts == len(rows)
-    split = np.empty(total, np.int64)
-    last = np.empty(total, np.int64)
-    whole = np.empty(total, bool)
-    split[order], last[order], whole[order] = latest[group], came_last[group], everybody[group]
-    blocked, done = every[:, 3], every[:, 4]
-    split = np.where(whole & same_host, np.clip(split, blocked, done), blocked)
-    cuts = np.cumsum(sizes)[:-1]
-    return np.split(split, cuts), np.split(last, cuts), np.split(whole, cuts)
-
-
-def _groups(step: Ints, index: Ints) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """An order that brings rows of the same collective together, and where in it each collective begins."""
-    width = int(index.max()) + 1
-    if int(step.max()) < (1 << 62) // width:
-        key = step * width + index
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        return order, np.append(True, key[1:] != key[:-1])
-    order = np.lexsort((index, step))
-    step, index = step[order], index[order]
-    return order, np.append(True, (step[1:] != step[:-1]) | (index[1:] != index[:-1]))
-
-
 def _charge(caused: dict[Who, float], lives: list[Life], last: Ints, waited: NDArray[np.float64]) -> None:
-    for number, seconds in enumerate(np.bincount(last, waited, minlength=len(lives)).tolist()):
+    known = last != blocked.UNKNOWN
+    for number, seconds in enumerate(np.bincount(last[known], waited[known], minlength=len(lives)).tolist()):
         caused[lives[number].who] += seconds
 
 
@@ -221,7 +164,7 @@ def _eras(lives: Iterable[Life]) -> list[tuple[int, int]]:
     return eras
 
 
-def _kept(rows: Ints, column: int, eras: list[tuple[int, int]]) -> Ints:
+def _kept(rows: Ints, eras: list[tuple[int, int]], column: int = 0) -> Ints:
     """The rows of steps that all workers kept; `column` holds the step."""
     if len(eras) == 1 and eras[0][1] == 1:
         return rows
@@ -244,16 +187,18 @@ def _factors(steps: Ints, eras: list[tuple[int, int]]) -> NDArray[np.float64]:
 # -- one worker ----------------------------------------------------------------------------------------------
 
 
-def _intervals(journal: ProcessJournal, collectives: Ints, split: Ints, eras: list[tuple[int, int]]) -> dict[str, Ints]:
-    step, blocked, done = collectives[:, 0], collectives[:, 3], collectives[:, 4]
-    result = {"wait": _solid(np.stack((step, blocked, split), axis=1))}
+def _intervals(journal: ProcessJournal, actions: Ints, held_up: Ints, eras: list[tuple[int, int]]) -> dict[str, Ints]:
+    step, begin, split, done, _ = held_up.T
+    result = {"wait": _solid(np.stack((step, begin, split), axis=1))}
     for code, kind in enumerate(SPANS):
         rows = journal.spans[journal.spans[:, 0] == code]
         if kind in THINNED:
-            rows = _kept(rows, 1, eras)
+            rows = _kept(rows, eras, column=1)
         result[kind] = _solid(np.stack((rows[:, 1], rows[:, 2], rows[:, 2] + rows[:, 3]), axis=1))
     moving = _solid(np.stack((step, split, done), axis=1))
     result["communicate"] = np.concatenate((result["communicate"], moving))
+    passes = np.stack((actions[:, 0], actions[:, 4], actions[:, 4] + actions[:, 5]), axis=1)
+    result["compute"] = np.concatenate((result["compute"], _solid(passes)))
     return result
 
 
@@ -288,7 +233,7 @@ def _seconds(life: Life, eras: list[tuple[int, int]]) -> dict[str, float]:
 
 def _steps(journal: ProcessJournal, eras: list[tuple[int, int]]) -> int:
     steps = journal.spans[journal.spans[:, 0] == SPANS.index("compute"), 1]
-    kept = np.unique(steps)
+    kept = np.unique(np.concatenate((steps, journal.actions[:, 0])))
     return len(kept) if len(eras) == 1 else int(kept[-1] - kept[0] + 1)
 
 

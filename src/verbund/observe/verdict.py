@@ -21,13 +21,14 @@ _NOTABLE = {"wait": 0.05, "data": 0.05, "communicate": 0.1, "checkpoint": 0.05, 
             "idle": 0.1}  # fmt: skip
 
 
-def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
+def held_back(timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping[str, Any] | None = None) -> list[str]:
     """Sentences on where the workers' time went that was not computing, the largest share first, each with
     what to do about it.
 
     Args:
         timeline: the run's.
         settings: the run's job as plain values; defaults are taken where it says nothing.
+        pipeline: what `pipeline.measure` found, if there was one.
     """
     seconds = timeline.seconds
     total = seconds["total"]
@@ -36,7 +37,7 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
     shares = {kind: seconds[kind] / total for kind in ("compute", *_NOTABLE)}
     found = [(share, kind) for kind, share in shares.items() if kind in _NOTABLE and share >= _NOTABLE[kind]]
     several = len(timeline.workers) > 1
-    sentences = [_sentence(kind, share, timeline, settings) for share, kind in sorted(found, reverse=True)]
+    sentences = [_sentence(kind, share, timeline, settings, pipeline) for share, kind in sorted(found, reverse=True)]
     busy = shares["compute"] / max(1.0 - shares["start"], 1e-9)
     if busy >= 0.85:
         gain = "nothing to gain from the network or the data" if several else "more workers, or fewer computations"
@@ -53,8 +54,12 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def _sentence(kind: str, share: float, timeline: Timeline, settings: Mapping[str, Any]) -> str:
+def _sentence(
+    kind: str, share: float, timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping[str, Any] | None
+) -> str:
     of = f"{_percent(share)} of the workers' time went into"
+    if kind == "wait" and pipeline and pipeline["bubble"]["measured"] is not None:
+        return f"{of} waiting. {_bubble(pipeline)}"
     if kind == "wait":
         return f"{of} {_waiting(timeline)}"
     if kind == "data":
@@ -89,6 +94,31 @@ def _waiting(timeline: Timeline) -> str:
         )
     mostly = "" if share > 0.95 else f" ({_percent(share)} of it)"
     return f"waiting for {name(who)}{mostly}{_excess(timeline, who)}."
+
+
+def _bubble(pipeline: Mapping[str, Any]) -> str:
+    """Why workers of a pipeline are idle: the schedule, stages of uneven lengths, or messages and all else."""
+    bubble, times = pipeline["bubble"], [sum(stage.values()) for stage in pipeline["stage_seconds"]]
+    idle = f"In the pipeline, {pipeline['ranks']} workers are idle for {_percent(bubble['measured'])} of a step"
+    by_schedule, by_stages = bubble["equal_stages"], bubble["theory"]
+    if by_schedule is None or by_stages is None:
+        return f"{idle}."
+    many = f"{pipeline['micro_batches']} micro-batches"
+    said = f"{idle}; `{pipeline['schedule']}` with {many} brings {_percent(by_schedule)}"
+    uneven, rest = by_stages - by_schedule, bubble["measured"] - by_stages
+    if by_schedule >= max(uneven, rest):
+        return f"{said}. More micro-batches of fewer samples, or fewer stages, make it less."
+    if uneven >= rest:
+        slowest = max(range(len(times)), key=lambda stage: times[stage])
+        ratio = times[slowest] * len(times) / max(sum(times), 1e-12)
+        return (
+            f"{said}, and most of the rest comes from uneven stages: stage {slowest} takes {ratio:.1f} times the mean. "
+            "Move layers from it to others."
+        )
+    return (
+        f"{said}, and most of the rest comes from messages and from passes of uneven times. Are there fewer cores than "
+        "workers and their threads?"
+    )
 
 
 def _excess(timeline: Timeline, who: Who) -> str:

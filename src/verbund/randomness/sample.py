@@ -8,6 +8,7 @@ everywhere, and so does a pass after one that moved torch's own generator behind
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -114,6 +115,8 @@ class SampleRandomness:
         self._passes = 0
         self._pause = 1
         self._next_search = 0
+        self._shapes: dict[tuple[str, int], torch.Size] | None = None
+        self._cuts: dict[tuple[str, int], tuple[int, int, int, int]] = {}
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__:
                 _KeyedDropout(self, name, module).install()
@@ -137,6 +140,26 @@ class SampleRandomness:
     def report(self) -> str:
         return "sample"
 
+    def probe(self, run: Callable[[], Any]) -> dict[tuple[str, int], torch.Size]:
+        """Runs a training pass on the meta device; the shapes of what it draws, by module and n-th use there."""
+        shapes: dict[tuple[str, int], torch.Size] = {}
+        self._shapes = shapes
+        try:
+            with self.active(0, torch.zeros(1, dtype=torch.int64)):
+                run()
+        finally:
+            self._shapes = None
+        return shapes
+
+    def cut(self, draws: dict[tuple[str, int], tuple[int, int, int, int]]) -> None:
+        """From now on some draws are shares of larger ones.
+
+        Args:
+            draws: by module and n-th use there: the dimension, where the share begins, its length, and the length of
+                the whole.
+        """
+        self._cuts = draws
+
     # -- passes --------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, ids: Tensor) -> None:
@@ -144,6 +167,8 @@ class SampleRandomness:
         if not self._model.training:
             return
         current.training = True
+        if not self._searched:
+            _hide_from_compiler()
         if not self._searched or (self._suspicious and self._passes >= self._next_search):
             current.searching = True
             self._watch(set(self._modules))
@@ -225,6 +250,29 @@ class SampleRandomness:
         if name is None:
             name = current.name
         use = current.next_use(name)
+        if self._shapes is not None:
+            self._shapes[name, use] = torch.Size(shape)
+            return fill(current.shared_key(name, use, device), _product(shape)).view(shape)
+        if (cut := self._cuts.get((name, use))) is not None and shape[cut[0]] == cut[2]:
+            along, start, length, whole = cut
+            full = (*shape[:along], whole, *shape[along + 1 :])
+            return self._keyed(name, use, current, full, what, fill, batch, dimension, device).narrow(
+                along, start, length
+            )
+        return self._keyed(name, use, current, shape, what, fill, batch, dimension, device)
+
+    def _keyed(
+        self,
+        name: str,
+        use: int,
+        current: _Pass,
+        shape: Shape,
+        what: str,
+        fill: Fill,
+        batch: bool,
+        dimension: int | None,
+        device: torch.device,
+    ) -> Tensor:
         size = len(current.ids)
         if dimension is None:
             dimension = 1 if self._time_major and len(shape) == 3 and shape[1] == size else 0
@@ -400,6 +448,16 @@ class _Watched(Override):
                 current.moded = False
         finally:
             current.name = outer
+
+
+def _hide_from_compiler() -> None:
+    """Torch's compiler, if it is there, passes by what draws: seed, step and uses would be constants in its graph."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    kinds: tuple[type[Override], ...] = (_KeyedDropout, _KeyedRecurrent, _Watched)
+    for kind in kinds:
+        if not hasattr(kind.__call__, "_torchdynamo_disable"):
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
 class _Mode(TorchFunctionMode):

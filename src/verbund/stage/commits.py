@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbund import checkpoint
-from verbund.errors import VerbundError
+from verbund.errors import RunFailed, VerbundError
 from verbund.job import Checkpoint as Settings
 from verbund.observe.events import Journal
 from verbund.run import Run
@@ -38,10 +38,17 @@ class Commits:
         self._settings = settings
         self._journal = journal
         self._pending: dict[int, _Pending] = {}
+        self._unsaved: list[str] = []
+        self.step: int | None = None
+        """The step of the newest checkpoint of this attempt."""
         self.warnings: list[str] = []
 
     def saved(self, fields: dict[str, Any]) -> str | None:
-        """One worker's part of one save. Returns a warning for the user if the save has failed."""
+        """One worker's part of one save. Returns a warning for the user if the save has failed.
+
+        Raises:
+            RunFailed: if it failed because the run's directory is gone, so that no later one can succeed.
+        """
         step = int(fields["step"])
         pending = self._pending.setdefault(step, _Pending())
         if fields.get("failure"):
@@ -66,9 +73,13 @@ class Commits:
         if failure is not None:
             checkpoint.discard(self._run.checkpoints, step)
             self._journal.event("checkpoint_failed", step=step, failure=failure)
+            self._unsaved.append(failure)
+            self._run.check_there()
             warning = f"the checkpoint of step {step} could not be saved: {failure}. The earlier one is intact"
             self.warnings.append(warning)
             return warning
+        self.step = step
+        self._unsaved.clear()
         budget = self._settings.disk_budget_mb
         checkpoint.prune(
             self._run.checkpoints,
@@ -80,3 +91,18 @@ class Commits:
         seconds = pending.seconds + time.monotonic() - start
         self._journal.event("checkpoint", step=step, seconds=round(seconds, 4), bytes=size)
         return None
+
+    def check_saved(self, step: int) -> None:
+        """Checks, when the training has ended, that what it came to was saved; earlier saves may have failed.
+
+        Raises:
+            RunFailed: if there is no checkpoint of `step`, with the first failure since the last that was saved.
+        """
+        if self.step == step:
+            return
+        cause = self._unsaved[0] if self._unsaved else "its parts did not arrive"
+        raise RunFailed(
+            f"the model as it is after step {step} could not be saved: {cause}",
+            where=str(self._run.checkpoints),
+            fix=f"`verbund resume {self._run.path}` trains again what came after the last checkpoint",
+        )

@@ -10,12 +10,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
-from verbund.errors import VerbundError
+from verbund.errors import InputError, VerbundError
 from verbund.job import Cluster as Limits
 from verbund.job import Job
 
@@ -32,6 +32,14 @@ class Finding:
     what: str
     verdict: Verdict
     found: str
+    cause: VerbundError | None = None
+    """The error that was found, if it was one."""
+
+    def record(self) -> dict[str, Any]:
+        """The finding as plain JSON values."""
+        cause = self.cause or (InputError(self.found, where=self.what) if self.verdict == "failed" else None)
+        known = {"what": self.what, "verdict": self.verdict, "found": self.found}
+        return {**known, "cause": cause.record() if cause else None}
 
 
 def examine(job: Job | None = None) -> list[Finding]:
@@ -117,9 +125,9 @@ def _processes() -> Finding:
         specs = [ProcessSpec("worker", rank, 2, "verbund.stage.doctor:work") for rank in range(2)]
         results = Supervisor(cluster, Limits(), lambda *_: None).run(specs)
     except Failed as failed:
-        return Finding("two workers", "failed", str(failed.error))
+        return Finding("two workers", "failed", str(failed.error), failed.error)
     except VerbundError as error:
-        return Finding("two workers", "failed", str(error))
+        return Finding("two workers", "failed", str(error), error)
     finally:
         cluster.close()
     seconds = time.monotonic() - start
@@ -158,11 +166,12 @@ def _job(job: Job) -> list[Finding]:
     try:
         facts = launch.check(job)
     except VerbundError as error:
-        return [Finding("job", "failed", str(error))]
+        return [Finding("job", "failed", str(error), error)]
     samples = f"{facts.train_samples} samples to train on, {facts.validation_samples} to validate"
     steps = f"{facts.total_steps} steps" if facts.total_steps else "no bound on the steps"
     findings = [Finding("job", "ok", f"{samples}; {steps}; {facts.parameters:,} parameters")]
     need = facts.worker_bytes * job.world
-    findings.append(Finding("job memory", "ok", f"about {need / 1e6:.0f} MB for {job.world} workers besides torch"))
+    workers = f"{job.world} worker{'s' if job.world != 1 else ''}"
+    findings.append(Finding("job memory", "ok", f"about {need / 1e6:.0f} MB for {workers} besides torch"))
     findings += [Finding("job note", "warning", note) for note in facts.notes]
     return findings

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
-from verbund.data.loader import Batch, LoaderProcesses, Transform
+from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
 from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
 from verbund.data.sets import open_sets
 from verbund.job import Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
+from verbund.mesh.groups import Groups
+from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
 from verbund.task import Task
+
+_EXAMPLE = 2
+
+
+def example_of(samples: Samples) -> Batch:
+    """A few samples as they are, to learn the shapes that the model is called with."""
+    ids = samples.ids(np.arange(min(_EXAMPLE, len(samples))))
+    return read(samples, Item(0, ids, training=False), None)
 
 
 def augmentation(job: Job, task: Task) -> Transform | None:
@@ -40,11 +51,20 @@ class Island:
     job: Job
     task: Task
     mesh: Mesh
-    group: Group
+    groups: Groups
     train_set: Samples
     validation_set: Samples | None
     loaders: LoaderProcesses | None
     threads: int
+
+    def replica(self, worker: Worker) -> Replica:
+        """This worker's part of the model."""
+        example = None
+        if self.mesh.divides_model:
+            samples = self.train_set if len(self.train_set) else self.validation_set
+            assert samples is not None
+            example = example_of(samples)
+        return Replica(self.task, self.job, self.mesh, self.groups, worker.doing, example, worker.settings.get("costs"))
 
     @staticmethod
     def join(worker: Worker) -> Island:
@@ -68,4 +88,5 @@ class Island:
         worker.doing("meeting the other workers", 0)
         store = worker.meeting.store(settings["store"])
         group = Group(store, rank, world, place, job.cluster.step_deadline + 60.0)
-        return Island(job, task, Mesh(world, rank), group, train_set, validation_set, loaders, threads)
+        mesh = Mesh.of(job.strategy.mesh, rank)
+        return Island(job, task, mesh, Groups.of(mesh, group), train_set, validation_set, loaders, threads)

@@ -6,7 +6,6 @@ This side never imports torch; what needs it (the dry run, the work) happens in 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,23 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from verbund import checkpoint, task
-from verbund.checkpoint import durable
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
-from verbund.data.prepare import Prepared, check_columns, prepare
-from verbund.errors import InputError, Interrupted, JobError, Problem, VerbundError, nearest
+from verbund.data import schema
+from verbund.data.check import Wanted, check_columns
+from verbund.data.prepare import Evaluated, Prepared, names_of, needed, prepare, prepare_evaluated
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interop import huggingface
-from verbund.job import Job
+from verbund.interrupts import Interrupt, Interrupts
+from verbund.job import Data, Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
 from verbund.observe.progress import Progress
 from verbund.run import Run
+from verbund.stage import continuing
 from verbund.stage.commits import Commits
 
 Notify = Callable[[str], None]
-EXPORTS = ("hf", "state-dict", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Facts:
     parameters: int
     worker_bytes: int
     notes: list[str]
+    costs: list[float] | None = None
+    """Seconds of each layer at which a pipeline may be cut."""
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -66,9 +69,10 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     with _cluster(job) as cluster:
         prepared = _prepared(job, _notify(quiet))
         facts = _dry_run(cluster, job, prepared)
-        run = Run.create(Path(directory) if directory else None, job)
-        with run.lock():
-            return _train(cluster, run, job, prepared, facts, None, quiet)
+        with Interrupts() as interrupts:
+            run = Run.create(Path(directory) if directory else None, job)
+            with run.lock():
+                return _train(cluster, run, job, prepared, facts, None, quiet, interrupts)
 
 
 def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
@@ -78,20 +82,36 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         directory: the run.
         changes: dotted keys of the job to new values, e.g. `{"train.epochs": 10}`.
         quiet: no progress on standard error.
+
+    Returns:
+        the run; as it was if all that the job asks for is done.
     """
     run = Run.open(Path(directory))
     job = run.job
     if changes:
-        job = Job.build(job.resolved(), changes, source="--set", folder=Path(job.folder))
+        job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = _notify(quiet)
-    with run.lock(), _cluster(job) as cluster:
-        for warning in run.changed_files():
-            notify(warning)
+    with run.lock():
         source, warnings = _newest(run)
-        prepared = _prepared(job, notify)
+        state = continuing.state_of(source)
+        if done := continuing.nothing_left(run, job, state, job.train.steps):
+            notify(done)
+            return run
+        return _resume(run, job, source, state, [*run.changed_files(), *warnings], quiet)
+
+
+def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
+    notify = _notify(quiet)
+    with _cluster(job) as cluster:
+        prepared = _prepared(job, notify, schema.kept(run.path))
+        warnings += continuing.changes(run, job, state, prepared)
         facts = _dry_run(cluster, job, prepared)
-        run.rewrite_job(job)
-        return _train(cluster, run, job, prepared, facts, source, quiet, warnings)
+        if done := continuing.nothing_left(run, job, state, facts.total_steps):
+            notify(done)
+            return run
+        with Interrupts() as interrupts:
+            run.rewrite_job(job)
+            return _train(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
 
 
 def validate(
@@ -115,12 +135,20 @@ def validate(
         `step`, `samples`, `metrics`, `seconds`, `world`.
     """
     run = Run.open(Path(directory))
-    job = _evaluation_job(run.job, data, workers)
+    job = _evaluation_job(run.job, workers)
     source = _chosen(run, step)
-    if data is None and not job.data.validation and not job.data.validation_fraction and job.data.train is not None:
+    known = schema.kept(run.path)
+    evaluated = Evaluated(job.data.validation, "data.validation") if job.data.validation else None
+    if data is not None:
+        evaluated = Evaluated(_typed(data), "--data")
+    if evaluated is None and not job.data.validation_fraction and job.data.train is not None:
         raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet), training=False)
+        notify = _notify(quiet)
+        if evaluated is None:
+            prepared = _prepared(job, notify, known, training=False)
+        else:
+            prepared = _prepared_evaluated(job, evaluated, notify, known)
         settings = {"checkpoint": str(source)}
         return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
 
@@ -134,28 +162,33 @@ def predict(
     step: int | None = None,
     quiet: bool = True,
 ) -> Path:
-    """Writes a model's predictions for every sample of `data`, in order, as Parquet.
+    """Writes a model's predictions for every sample of `data`, in order.
 
     Args:
         directory: the run.
-        data: a source with the job's input columns; targets are not needed.
-        out: the file to write; default `predictions.parquet` in the run.
+        data: a source with the job's input columns, or a folder of images; targets are not needed.
+        out: the file to write, whose ending says how: .parquet, .csv, .jsonl; default `predictions.parquet` in the run.
         workers: another number of workers than the run's.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
     """
-    from verbund.stage.predictions import merge
+    from verbund.stage.predictions import check_target, merge
 
     run = Run.open(Path(directory))
     target = Path(out) if out else run.path / "predictions.parquet"
-    if not target.parent.is_dir():
-        raise InputError(f"no such folder: {target.parent}", where="--out")
-    job = _evaluation_job(run.job, data, workers)
+    check_target(target)
+    job = _evaluation_job(run.job, workers)
     source = _chosen(run, step)
+    known = schema.kept(run.path)
     with _cluster(job) as cluster:
-        prepared = _prepared(job, _notify(quiet), training=False, targets=False)
+        prepared = _prepared_evaluated(job, Evaluated(_typed(data), "DATA", labelled=False), _notify(quiet), known)
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
-        settings = {"checkpoint": str(source), "parts": [str(part.resolve()) for part in parts]}
+        named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
+        settings = {
+            "checkpoint": str(source),
+            "parts": [str(part.resolve()) for part in parts],
+            "classes": str(named) if named else None,
+        }
         try:
             _evaluate(cluster, job, prepared, "verbund.stage.predict:work", settings)
             merge(parts, target)
@@ -165,60 +198,8 @@ def predict(
     return target
 
 
-def export(
-    directory: Path | str,
-    out: Path | str,
-    *,
-    form: str | None = None,
-    step: int | None = None,
-    ema: bool = False,
-) -> dict[str, Any]:
-    """Writes the model of a checkpoint in a form that other programs read.
-
-    Args:
-        directory: the run.
-        out: a folder, which must not exist or be empty; it appears whole or not at all.
-        form: `hf`, `state-dict` or `safetensors`; default: `hf` for a model of transformers, else `safetensors`.
-        step: the checkpoint; default: the newest.
-        ema: the moving average in place of the weights.
-
-    Returns:
-        `folder`, `format`, `step`, `tensors`, `bytes`, `files`.
-    """
-    if form is not None and form not in EXPORTS:
-        raise InputError(f"`{form}` is no form of a model", where="--format", fix=nearest(form, EXPORTS))
-    run = Run.open(Path(directory))
-    target = Path(os.path.abspath(out))
-    _refuse_existing(target, "Choose a new or empty folder")
-    job = run.job
-    if problems := task.check(job):
-        raise JobError(problems)
-    source = _chosen(run, step)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        settings = {"job": job.resolved(), "folder": job.folder, "checkpoint": str(source), "out": str(partial)}
-        spec = ProcessSpec(
-            "worker", 0, 1, "verbund.stage.export:work", settings={**settings, "format": form, "ema": ema}
-        )
-        with _cluster(job) as cluster:
-            supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
-            try:
-                (result,) = supervisor.run([spec])
-            except Failed as failed:
-                raise _with_trace(failed) from None
-        if supervisor.interrupted:
-            raise Interrupted("interrupted: nothing was written")
-        partial.rename(target)  # over an empty folder, if there is one
-    except OSError as error:
-        raise InputError(durable.reason(error), where=str(target), fix="Choose another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return {"folder": str(target), **result}
-
-
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's summary and report anew from its journal; a run that goes on keeps its status `running`.
+    """Writes a run's report anew from its journal, also while the run goes on or after it was killed.
 
     Args:
         directory: the run.
@@ -233,14 +214,23 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
 
     run = Run.open(Path(directory))
     known = run.summary
+    if run.being_trained:
+        known = {"status": "running"}
+    elif not known or known.get("attempt", run.attempt) != run.attempt:  # the newest attempt left no summary
+        fix = f"`verbund resume {run.path}` continues from the last checkpoint"
+        known = {
+            "status": "failed",
+            "cause": ClusterLost("the run's process is gone, killed perhaps", fix=fix).record(),
+        }
     summary = summarise(
         run.path,
-        status=known.get("status", "running"),
+        status=known["status"],
         cause=known.get("cause"),
         strategy=run.job.strategy.model_dump(),
         world=run.job.world,
         ended_by=known.get("ended_by"),
     )
+    summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
@@ -271,6 +261,9 @@ def _cluster(job: Job) -> Iterator[LocalCluster]:
 def _heavy(job: Job) -> tuple[str, ...]:
     """What takes seconds to import and this job needs: it is imported once, in the warm server."""
     heavy = ["torch._dynamo"] if job.train.compile else []
+    mesh = job.strategy.mesh
+    if mesh.get("tensor", 1) * mesh.get("pipeline", 1) > 1:
+        heavy.append("verbund.stage.preload_divided")
     if task.needs_transformers(job):
         heavy.append("transformers.modeling_utils")
     return tuple(heavy)
@@ -280,37 +273,62 @@ def _notify(quiet: bool) -> Notify:
     return (lambda _: None) if quiet else (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
 
 
-def _refuse_existing(
-    directory: Path | str | None, fix: str = "Choose another directory, or `verbund resume` this one"
-) -> None:
+def _refuse_existing(directory: Path | str | None) -> None:
     if directory is not None and Path(directory).exists():
         path = Path(directory)
         if not path.is_dir() or any(path.iterdir()):
             raise InputError(
                 "exists already",
                 where=str(path),
-                fix=fix,
+                fix="Choose another directory, or `verbund resume` this one",
             )
 
 
-def _prepared(job: Job, notify: Notify, *, training: bool = True, targets: bool = True) -> Prepared:
+def _prepared(job: Job, notify: Notify, known: Path | None = None, *, training: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
     if training and job.observe.tensorboard:
         from verbund.observe import tensorboard
 
         tensorboard.require()
+    data = _data(job, notify)
+    return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
+
+
+def _prepared_evaluated(job: Job, evaluated: Evaluated, notify: Notify, known: Path | None) -> Prepared:
+    """The same for what is evaluated instead of the job's own validation set."""
+    folder, own = Path(job.folder), task.functions(job)
+    changes: dict[str, Any] = {} if evaluated.labelled else {"target": None}
+    if job.data.train is None and not (job.train.objective and job.train.objective.name == "next_token"):
+        # What the entries of the task's own Dataset are called unless the job names them.
+        if "inputs" not in own:
+            changes["input"] = job.data.input or "input"
+        if "targets" not in own and evaluated.labelled:
+            changes["target"] = job.data.target or "target"
+
+    def convert() -> Prepared:
+        return prepare_evaluated(evaluated, data, folder=folder, notify=notify, schema=known)
+
+    data = _data(job, notify)
+    prepared = _checked(job, data.model_copy(update=changes), convert)
+    for note in prepared.notes:
+        notify(note)
+    return prepared
+
+
+def _data(job: Job, notify: Notify) -> Data:
+    """The job's data, read with the model's own tokenizer where the task is a language model's folder."""
+    if job.task.startswith(task.HUGGING_FACE) and not task.check(job):
+        return huggingface.with_tokenizer(job, notify)
+    return job.data
+
+
+def _checked(job: Job, data: Data, convert: Callable[[], Prepared]) -> Prepared:
     problems = task.check(job)
-    data = job.data
-    if job.task.startswith(task.HUGGING_FACE) and not problems:
-        data = huggingface.with_tokenizer(job, notify)
     try:
-        prepared = prepare(data, folder=Path(job.folder), notify=notify, training=training)
+        prepared = convert()
     except InputError as error:
         raise _together(problems, error) from None
-    objective = job.train.objective.name if job.train.objective and targets else None
-    data = data if targets else data.model_copy(update={"target": None})
-    ignored = job.train.objective.ignore_index if job.train.objective else -100
-    problems += check_columns(prepared, data, objective, training=training, ignore_index=ignored)
+    problems += check_columns(prepared, data, Wanted.of(job, task.functions(job)))
     if problems:
         raise JobError(problems)
     return prepared
@@ -336,8 +354,10 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
         (result,) = supervisor.run([spec])
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted while the job was checked: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted while the job was checked: nothing was written") from None
+    if supervisor.warnings:
+        raise ClusterLost(supervisor.warnings[0])  # no worker can be started any more
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
@@ -383,28 +403,31 @@ def _chosen(run: Run, step: int | None) -> Path:
     return path
 
 
-def _evaluation_job(job: Job, data: str | None, workers: int | None) -> Job:
-    changes: dict[str, Any] = {}
-    if data is not None:
-        # What the user types is relative to where they are, not to the job.
-        source = data if data.startswith("sklearn:") else os.path.abspath(data)
-        changes |= {"data.validation": source, "data.validation_fraction": 0.0}
-    if workers is not None:
-        changes["strategy.mesh"] = {"data": workers}
+def _evaluation_job(job: Job, workers: int | None) -> Job:
+    changes = {"strategy.mesh": {"data": workers}} if workers is not None else {}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+
+
+def _typed(source: str) -> str:
+    """What the user typed as a source is relative to where they are, not to the job."""
+    return source if source.startswith("sklearn:") or not source.strip() else os.path.abspath(source)
 
 
 def _evaluate(
     cluster: LocalCluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    specs = _workers(job, entry, _settings(job, prepared, **settings))
+    return _supervised(cluster, job, _workers(job, entry, _settings(job, prepared, **settings)))
+
+
+def _supervised(cluster: LocalCluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
+    """The results of processes that are watched until they end."""
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
         results = supervisor.run(specs)
     except Failed as failed:
         raise _with_trace(failed) from None
-    if supervisor.interrupted:
-        raise Interrupted("interrupted: nothing was written")
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted: nothing was written") from None
     return results
 
 
@@ -429,9 +452,11 @@ def _train(
     facts: Facts,
     source: Path | None,
     quiet: bool,
+    interrupts: Interrupts,
     warnings: list[str] | None = None,
 ) -> Run:
     generation = run.begin_attempt()
+    _keep_schema(run, job, prepared)
     journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, job.world, job.checkpoint, journal)
@@ -468,18 +493,21 @@ def _train(
         run=str(run.path.resolve()),
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
+        costs=facts.costs,
+        data=continuing.data_of(prepared),
     )
-    supervisor = Supervisor(cluster, job.cluster, handle)
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
-    results: list[dict[str, Any]] = [{}]
+    result: dict[str, Any] = {}
     try:
-        results = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))
-        if results[0].get("stopped_by") == "interrupt":
-            status = "interrupted"
+        result = supervisor.run(_workers(job, "verbund.stage.train:work", settings, generation))[0]
     except Failed as failed:
-        status, cause = "failed", _with_trace(failed)
+        cause = _with_trace(failed)
+        if isinstance(cause, ClusterLost):
+            go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
+            cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
         for failure in failed.failures:
             journal.event(
                 "failure",
@@ -489,24 +517,61 @@ def _train(
                 trace=failure.trace,
             )
     finally:
+        for warning in supervisor.warnings:
+            journal.event("note", text=warning)
+            progress.message(warning)
         progress.close()
         if board is not None:
             board.close()
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
+    if cause is None:
+        cause = _not_kept(run, commits, result["steps"], generation, job.world)
+        if cause is None and result["stopped_by"] == "interrupt":
+            cause = _stopped(run, result)
+    if cause is not None:
+        status = "interrupted" if isinstance(cause, Interrupted) else "failed"
     journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
     journal.close()
-    _sum_up(run, job, status, cause, results[0], commits.warnings)
+    try:
+        _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
+        if cause is not None:
+            cause.run = run.path
+    except VerbundError as error:
+        cause = cause or error  # the first one
     if cause is not None:
-        cause.run = run.path
         raise cause
-    if status == "interrupted":
-        raise Interrupted(
-            f"interrupted after step {results[0].get('steps')}",
-            where=str(run.path),
-            fix=f"`verbund resume {run.path}` continues",
-        )
+    if interrupts.count:
+        raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
+
+
+def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int) -> VerbundError | None:
+    """Why what was trained is not whole on disk, if so: then the run has failed, whatever the workers say."""
+    try:
+        run.check_there(*(f"worker-{rank}-{generation}.jsonl" for rank in range(world)))
+        commits.check_saved(step)
+    except RunFailed as error:
+        return error
+    return None
+
+
+def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
+    """The run keeps what other data need to be read as its training set was."""
+    if prepared.train is None:
+        return
+    try:
+        schema.keep(Path(prepared.train), run.path, needed(job.data, task.functions(job)))
+    except OSError as error:
+        raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
+
+
+def _stopped(run: Run, result: dict[str, Any]) -> Interrupted:
+    return Interrupted(
+        f"interrupted after step {result.get('steps')}",
+        where=str(run.path),
+        fix=f"`verbund resume {run.path}` continues",
+    )
 
 
 def _board(run: Run, job: Job) -> Any:
@@ -532,6 +597,6 @@ def _sum_up(
         world=job.world,
         ended_by=result.get("stopped_by"),
     )
-    summary["warnings"] = warnings
+    summary |= {"attempt": run.attempt, "warnings": warnings}
     run.write_summary(summary)
     write_report(run.path, summary)

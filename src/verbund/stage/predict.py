@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from verbund.cluster.worker import Worker
+from verbund.data.samples import ColumnFiles
 from verbund.errors import InputError, TaskError
-from verbund.mesh.replica import Replica
 from verbund.stage.island import Island
-from verbund.stage.predictions import PartWriter
+from verbund.stage.predictions import Column, PartWriter
 from verbund.stage.restore import restore
 from verbund.stage.validate import evaluation_batches, evaluation_threads
 
@@ -20,28 +21,46 @@ from verbund.stage.validate import evaluation_batches, evaluation_threads
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund predict`."""
     island = Island.join(worker)
-    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     restore(source, replica, weights_only=True)
     samples = island.validation_set
     if samples is None:
         raise InputError("there is no data to predict", where=str(source))
     objective = island.job.train.objective
-    replica.model.eval()
+    names: list[str] | None = None
+    classes = worker.settings["classes"]
+    if classes is not None and objective is not None and objective.name in _CLASSES:
+        names = json.loads(Path(classes).read_text(encoding="utf-8"))
+    files = samples.source.files if isinstance(samples.source, ColumnFiles) else None
     count = 0
-    with PartWriter(Path(worker.settings["parts"][island.mesh.rank])) as part, evaluation_threads(island):
+    path = Path(worker.settings["parts"][island.mesh.rank])
+    with PartWriter(path) as part, evaluation_threads(island), replica.evaluating():
         for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
             worker.doing("predicting", index)
-            columns = columns_of(replica.predict(batch), objective.name if objective else None)
-            for name, values in columns.items():
-                if len(values) != len(batch.ids):
+            output = replica.predict(batch)
+            if output is None or batch.phantom:
+                continue
+            columns: dict[str, Column] = {"sample": batch.ids}
+            if files is not None:
+                columns["file"] = [files[number] for number in batch.ids.tolist()]
+            for name, tensor in columns_of(output, objective.name if objective else None).items():
+                if tensor.dim() == 0 or len(tensor) != len(batch.ids):
                     raise TaskError(
-                        f"the model gave {len(values)} rows of `{name}` for a batch of {len(batch.ids)} samples",
+                        f"the model gave {list(tensor.shape)} as `{name}` for a batch of {len(batch.ids)} samples",
                         where=str(replica.task.file),
+                        fix="Dimension 0 of what it returns must be the sample",
                     )
-            part.write({"sample": batch.ids, **{name: value.cpu().numpy() for name, value in columns.items()}})
+                values = tensor.cpu().numpy()
+                columns[name] = values
+                if name == "prediction" and values.ndim == 1 and names is not None:
+                    columns["class"] = [names[k] if k < len(names) else None for k in values.tolist()]
+            part.write(columns)
             count += len(batch.ids)
     return {"samples": count}
+
+
+_CLASSES = ("cross_entropy", "binary_cross_entropy")
 
 
 def columns_of(output: Any, objective: str | None) -> dict[str, Tensor]:

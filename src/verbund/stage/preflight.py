@@ -1,26 +1,26 @@
-"""The dry run: one micro-batch forward and backward and one optimiser step, before any worker starts."""
+"""The check of a job in a process that has torch: its settings, a dry run, and the memory that it takes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from verbund import metrics
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
-from verbund.comm.collectives import Group
-from verbund.data.loader import Item, Loader
+from verbund.data.manifest import Manifest
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
-from verbund.errors import InputError, Problem
+from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
-from verbund.stage.island import augmentation
+from verbund.stage.dry_run import DryRun
+from verbund.stage.dry_run import division as division_of
 from verbund.stage.validate import wanted
 
 
@@ -36,9 +36,12 @@ def work(worker: Worker) -> dict[str, Any]:
         return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
     worker.supervise()
     worker.doing("checking the task", 0)
-    task = tasks.load(job)
-    device.use_threads(job.cluster.threads, job.world)
     prepared = Prepared.from_record(worker.settings["prepared"])
+    columns = Manifest.read(Path(prepared.train)).names if prepared.train is not None else []
+    task = tasks.load(job, columns)
+    if task.metrics is None and (problems := _unmeasured(job)):
+        return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
+    device.use_threads(job.cluster.threads, job.world)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
     total = total_steps(job, order)
@@ -50,7 +53,9 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     before = peak_bytes()
-    replica, notes = _dry_step(job, task, train_set, order)
+    dry = DryRun(job, task, prepared, train_set, order, total)
+    replica = dry.replica
+    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
     tensors = [*replica.model.parameters(), *replica.model.buffers()]
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
@@ -75,30 +80,26 @@ def total_steps(job: Job, order: Order) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _dry_step(job: Job, task: tasks.Task, train_set: Any, order: Order) -> tuple[Replica, list[str]]:
-    place = device.choose(0, job.world)
-    replica = Replica(task, job, Mesh(job.world, 0), Group(None, 0, 1, place, 60.0))
-    notes = _notes(job, replica, order)
-    size = order.size(0)
-    low, high = next(part for rank in range(job.world) for part in replica.division.micro_batches(size, rank))
-    ids = np.ascontiguousarray(train_set.ids(order.positions(0))[low:high])
-
-    loader = Loader(train_set, iter([Item(0, ids)]), transform=augmentation(job, task))
-    try:
-        replica.dry_step(next(iter(loader)), size)
-    finally:
-        loader.close()
-    return replica, notes
+def _unmeasured(job: Job) -> list[Problem]:
+    """Metrics that end the training, but that validation will not measure."""
+    measured = [metric.name for metric in wanted(job)]
+    problems = []
+    for key, end in (("target", job.train.target), ("patience", job.train.patience)):
+        if end is not None and end.metric not in measured:
+            fix = "Add it to `validate.metrics`" if end.metric in metrics.NAMES else nearest(end.metric, measured)
+            problems.append(Problem(f"train.{key}.metric", f"`{end.metric}` is no metric of this job", fix))
+    return problems
 
 
 def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
+    division = division_of(job, replica)
     if replica.statistics:
-        if replica.joins_forward or job.train.batch_norm == "global":
+        if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")
-            if 0 < job.train.micro_batch < -(-size // job.world):
+            if 0 < job.train.micro_batch < -(-size // division.workers):
                 raise InputError(
                     "batch statistics over the global batch need each worker's share in one forward pass",
                     where="train.micro_batch",
@@ -106,10 +107,17 @@ def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
                 )
         else:
             notes.append(f"Batch statistics are taken over groups of {job.train.group} samples")
-    idle = sum(not replica.division.micro_batches(size, rank) for rank in range(job.world))
+    idle = sum(not division.micro_batches(size, worker) for worker in range(division.workers))
     if idle:
-        unit = f" in groups of {job.train.group} (`train.group`)" if replica.division.unit > 1 else ""
+        unit = f" in groups of {job.train.group} (`train.group`)" if division.unit > 1 else ""
         notes.append(
-            f"{idle} of {job.world} workers have nothing to do: a global batch of {size} samples is divided{unit}"
+            f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
+            f"divided{unit}"
+        )
+    cores = device.cores()
+    if job.world > cores and not torch.cuda.is_available():
+        notes.append(
+            f"{job.world} workers share {cores} core{'s' if cores != 1 else ''}: more workers than cores are slower, "
+            f"not faster; {cores} would do"
         )
     return notes

@@ -30,9 +30,10 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     averaged = set(checkpoint.names("ema")) if weights_only else set()
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
-            held = {piece.name: piece for piece in replica.pieces(kind)}
-            same_names(kind, set(held), set(checkpoint.names(kind)), path)
-            for name, piece in held.items():
+            held = list(replica.pieces(kind))
+            same_names(kind, replica.all_names(kind), set(checkpoint.names(kind)), path)
+            for piece in held:
+                name = piece.name
                 source = "ema" if kind == "parameters" and name in averaged else kind
                 if checkpoint.shape(source, name) != piece.shape:
                     raise CheckpointError(
@@ -41,17 +42,17 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
                         where=str(path),
                         fix="The task file has changed since",
                     )
-                checkpoint.fill(source, name, piece.values)
+                checkpoint.fill(source, name, piece.values, piece.offset)
     state = checkpoint.state
     if weights_only:
         return state
-    replica.load_optimizer(checkpoint.names("optimizer"), lambda name: checkpoint.read("optimizer", name))
+    replica.load_optimizer(checkpoint)
     if replica.ema is not None:
         saved = set(checkpoint.names("ema"))
         with torch.no_grad():
             for piece in replica.pieces("ema"):
                 # A run that keeps an average only from now on starts it at the weights.
-                checkpoint.fill("ema" if piece.name in saved else "parameters", piece.name, piece.values)
+                checkpoint.fill("ema" if piece.name in saved else "parameters", piece.name, piece.values, piece.offset)
     if replica.loss_scale is not None and state.get("loss_scale"):
         replica.loss_scale.load(state["loss_scale"])
     return state

@@ -42,7 +42,8 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
-        pieces = self._snapshot.take(shared(list(self._pieces()), self._replica.mesh.rank, self._replica.mesh.world))
+        mesh = self._replica.mesh
+        pieces = self._snapshot.take(shared(list(self._pieces()), mesh.place("data"), mesh.data))
         self.last = step
         self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -89,16 +90,16 @@ class Saver:
 
 
 def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
-    """Marks which of the replicated pieces `rank` owns: a run of about equal bytes, and few files where there is
-    little.
+    """Marks which pieces data replica `rank` of `world` owns, of those that its worker speaks for: a run of about equal
+    bytes, and few files where there is little.
 
-    The same on every worker, so that each piece has exactly one owner.
+    The same in every replica, so that each piece has exactly one owner.
     """
     total = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
     writers = min(world, max(1, total // _PART_BYTES))
     marked = []
     place = 0
     for piece in pieces:
-        marked.append(replace(piece, owner=min(place * writers // max(total, 1), writers - 1) == rank))
+        marked.append(replace(piece, owner=piece.owner and min(place * writers // max(total, 1), writers - 1) == rank))
         place += piece.values.numel() * piece.values.element_size()
     return marked

@@ -13,7 +13,7 @@ import numpy as np
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Item, Loader
 from verbund.data.order import Order
-from verbund.errors import RunFailed
+from verbund.errors import InputError, RunFailed
 from verbund.mesh.replica import Replica
 from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
@@ -39,7 +39,7 @@ def work(worker: Worker) -> dict[str, Any]:
     journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
     links = Links()
     worker.at_end.append(lambda: _close(journal, links))
-    replica = Replica(island.task, job, island.mesh, island.group, worker.doing)
+    replica = island.replica(worker)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
     training = _Training(worker, run, island, replica, journal, links, state)
     replica.check_equal(training.step)
@@ -81,6 +81,7 @@ class _Training:
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
+        self._first_step = self.step
         self.samples = int(state.get("samples", 0))
         self.best: float | None = state.get("best")
         self.best_step: int | None = state.get("best_step")
@@ -97,6 +98,11 @@ class _Training:
         """Trains until one of the job's ends is reached or a stop is asked for."""
         train, rank = self.job.train, self.rank
         reason = self._end_reached()
+        if reason is not None and rank == 0:
+            text = (
+                f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
+            )
+            self.worker.send("note", text=text)
         transform = augmentation(self.job, self.island.task)
         loader = Loader(
             self.island.train_set,
@@ -110,19 +116,14 @@ class _Training:
             while reason is None:
                 step = self.step
                 size = self.order.size(step)
-                count = len(self._mine(size))
+                count = len(self.replica.plan(size))
                 flag = _INTERRUPT if self.worker.stopping else _TIME if rank == 0 and self._out_of_time() else 0.0
                 sums = self.replica.gradients(batches, count, step, size, flag, self.journal)
                 began = time.monotonic_ns()
                 self.replica.update(step, size, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
-                    raise RunFailed(
-                        f"the loss became {self.loss} in step {step}",
-                        where="train",
-                        fix="Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up; the last checkpoint is "
-                        "from before",
-                    )
+                    raise self._diverged(step)
                 self.step += 1
                 self.samples += size
                 if train.check_replicas and self.step % train.check_replicas == 0:
@@ -142,26 +143,24 @@ class _Training:
             "randomness": self.replica.randomness.report(),
         }
 
-    # -- the plan ------------------------------------------------------------------------------------------------
+    def _diverged(self, step: int) -> RunFailed:
+        fix = "Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up"
+        if self.saver.last is not None:
+            fix += f"; the checkpoint of step {self.saver.last} is from before"
+        elif self.worker.settings["checkpoint"]:
+            fix += "; the checkpoint that it went on from is from before"
+        return RunFailed(f"the loss became {self.loss} in step {step}", where="train", fix=fix)
 
-    def _mine(self, size: int) -> list[tuple[int, int]]:
-        """The ranges of this worker's micro-batches; an idle worker that must join in collectives of the forward
-        pass gets one sample of weight zero."""
-        ranges = self.replica.division.micro_batches(size, self.rank)
-        if not ranges and self.replica.joins_forward:
-            return [(0, 1)]
-        return ranges
+    # -- the plan ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
             size = self.order.size(step)
-            idle = not self.replica.division.micro_batches(size, self.rank)
-            ranges = self._mine(size)
-            if ranges:
+            if passes := self.replica.plan(size):
                 ids = self.island.train_set.ids(self.order.positions(step))
-                for low, high in ranges:
-                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=idle)
+                for low, high, phantom in passes:
+                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
             step += 1
 
     # -- the ends ------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class _Training:
             self.journal.step(step, self.loss, weight, size, rate)
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
-                self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+                self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
                 self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self.journal.totals("links", links=self.links.sample())
@@ -256,6 +255,8 @@ class _Training:
                 "samples": self.samples,
                 "tickets": {"low_water": self.step, "outstanding": []},
                 "seed": self.job.seed,
+                "global_batch": self.job.train.global_batch,
+                "data": self.worker.settings["data"],
                 "best": self.best,
                 "best_step": self.best_step,
                 "patient": self._patient,
@@ -276,7 +277,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self.rank == 0:
+        if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
 
 
@@ -284,5 +285,5 @@ def _metric(metrics: dict[str, Any], name: str) -> float:
     value = metrics.get(name)
     if not isinstance(value, (int, float)):
         known = ", ".join(key for key, v in metrics.items() if isinstance(v, (int, float)))
-        raise RunFailed(f"`{name}` is no metric of this job", where="train.target", fix=f"There are: {known}")
+        raise InputError(f"`{name}` is no metric of this job", where="train", fix=f"Those that are numbers: {known}")
     return float(value)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,36 @@ import torch
 from verbund import metrics, objectives
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
+from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
-from verbund.errors import InputError
+from verbund.errors import InputError, JobError
 from verbund.job import Job
 from verbund.mesh.replica import Replica
 from verbund.metrics.base import Gathered
 from verbund.stage.island import Island
+from verbund.stage.outputs import Outputs
 from verbund.stage.restore import restore
 
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
     island = Island.join(worker)
-    replica = Replica(island.task, island.job, island.mesh, island.group, worker.doing)
+    outputs = Outputs(island.task)
+    island = replace(island, task=outputs.watched)
+    replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
     if island.validation_set is None:
         raise InputError("there is no validation data", where=str(source))
     worker.doing("validating", int(state["step"]))
     start = time.monotonic()
-    values = evaluate(replica, island.validation_set, island)
+    try:
+        values = evaluate(replica, island.validation_set, island)
+    except Exception as error:
+        prepared = Prepared.from_record(worker.settings["prepared"])
+        if problems := outputs.classes_without_output(island.job, prepared):
+            raise JobError(problems) from error
+        raise
     return {
         "step": state["step"],
         "samples": len(island.validation_set),
@@ -57,13 +68,15 @@ def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, An
     """
     job = island.job
     evaluator = metrics.Evaluator(wanted(job), job.train.objective)
-    replica.model.eval()
-    with evaluation_threads(island), replica.averaged():
+    with evaluation_threads(island), replica.evaluating():
         for index, batch in evaluation_batches(samples, job.validate_.batch, island):
-            output, targets, sums = replica.evaluate(batch)
+            evaluated = replica.evaluate(batch)
+            if evaluated is None or batch.phantom:
+                continue
+            output, targets, sums = evaluated
             own = replica.task.metrics(output, targets) if replica.task.metrics else None
             evaluator.add(index, output, targets, sums, batch.ids, own)
-    states = island.group.all_gather_arrays(evaluator.state(), "the gathering of metrics")
+    states = island.groups.island.all_gather_arrays(evaluator.state(), "the gathering of metrics")
     batches = math.ceil(len(samples) / job.validate_.batch)
     return evaluator.merge(states, batches=batches, samples=len(samples))
 
@@ -88,13 +101,17 @@ def evaluation_batches(
         contiguous: give each worker a run of batches instead of every N-th.
     """
     count = math.ceil(len(samples) / size)
-    world, rank = island.mesh.world, island.mesh.rank
-    mine = range(count * rank // world, count * (rank + 1) // world) if contiguous else range(rank, count, world)
+    world, rank = island.mesh.batch_workers, island.mesh.batch_worker
+    mine = [*(range(count * rank // world, count * (rank + 1) // world) if contiguous else range(rank, count, world))]
+    taken = len(mine)
+    if island.mesh.shard > 1 and count:
+        # All take part in as many forward passes: what is gathered for one is gathered by all.
+        mine += [0] * (-(-count // world) - taken)
 
     def plan() -> Iterator[Item]:
-        for index in mine:
+        for number, index in enumerate(mine):
             positions = np.arange(index * size, min((index + 1) * size, len(samples)))
-            yield Item(index, samples.ids(positions), training=False)
+            yield Item(index, samples.ids(positions), phantom=number >= taken, training=False)
 
     loader = Loader(samples, plan(), prefetch=island.job.data.prefetch)
     try:

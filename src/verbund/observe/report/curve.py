@@ -12,6 +12,7 @@ from verbund.observe.report.text import details, table
 
 WIDTH, HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 36
+_LARGEST = 1e300  # beyond it, the differences that a scale needs are not finite
 _NOISY = 100
 _TABLE_ROWS = 25
 
@@ -24,7 +25,7 @@ def curve(title: str, raw: Sequence[Sequence[float | None]], *, better: str | No
     Args:
         better: `larger` or `smaller`: the best value is marked.
     """
-    points: Points = [(x, y) for x, y in raw if x is not None and y is not None and math.isfinite(y)]
+    points: Points = [(x, y) for x, y in raw if x is not None and y is not None and abs(y) < _LARGEST]
     if not points:
         return ""
     across = Scale(points[0][0], max(points[-1][0], points[0][0] + 1), _LEFT, WIDTH - _RIGHT)

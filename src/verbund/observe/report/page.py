@@ -14,6 +14,7 @@ from typing import Any
 from verbund.errors import RunFailed
 from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.report import sections
+from verbund.observe.report.pipeline import pipeline
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
 from verbund.observe.timeline import Timeline, merge
@@ -66,6 +67,7 @@ def page(
         section("What held this run back", sections.verdict(summary)),
         section("Curves", sections.curves(summary)),
         section("Where the time went", sections.time(summary, timeline)),
+        section("Pipeline", pipeline(summary, journals)),
         section("Bytes, memory, energy", sections.costs(summary)),
         section("Failures", sections.trouble(failures(journals, traces=True))),
         section("Notes", sections.notes(summary)),

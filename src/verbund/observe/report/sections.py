@@ -9,6 +9,8 @@ from typing import Any
 
 import tomli_w
 
+from verbund.errors import from_record
+from verbund.observe.journal import HELD
 from verbund.observe.report import lanes
 from verbund.observe.report.curve import curve
 from verbund.observe.report.scale import number, seconds, share, size
@@ -17,8 +19,8 @@ from verbund.observe.timeline import KINDS, Timeline
 
 _MEANING = {
     "compute": "forward, backward, optimiser",
-    "communicate": "in a collective, since the last worker came to it",
-    "wait": "in a collective, until the last worker came to it",
+    "communicate": "in a collective, since the last worker came to it; in a message, since it was sent",
+    "wait": "in a collective, until the last worker came to it; for a message, until it was sent",
     "data": "waiting for samples",
     "checkpoint": "copying the state, waiting for the disk",
     "validate": "validation",
@@ -47,10 +49,7 @@ def heading(name: str, summary: Mapping[str, Any], settings: Mapping[str, Any]) 
     parts = [f"<header><h1>{escape(name)} {shown}</h1>{lead}"]
     cause = summary.get("cause")
     if isinstance(cause, Mapping):
-        where = f"{cause['where']}: " if cause.get("where") else ""
-        fix = f" {cause['fix']}." if cause.get("fix") else ""
-        words = f"{where}{cause.get('what')}.{fix}"
-        parts.append(f'<p class="cause" role="alert">{prose(words)}</p>')
+        parts.append(f'<p class="cause" role="alert">{prose(str(from_record(dict(cause))))}</p>')
     cards = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _cards(summary))
     parts.append(f'<dl class="cards">{cards}</dl></header>')
     return "".join(parts)
@@ -116,7 +115,7 @@ def time(summary: Mapping[str, Any], timeline: Timeline) -> str:
 
 
 def costs(summary: Mapping[str, Any]) -> str:
-    """Bytes and memory per process, and energy."""
+    """Bytes and memory per process, what each worker holds of the model's state, and energy."""
     counts, memory = _mapping(summary.get("bytes")), _mapping(summary.get("peak_memory_bytes"))
     per_process = _mapping(counts.get("per_process"))
     names = list(dict.fromkeys((*memory, *per_process)))
@@ -129,6 +128,7 @@ def costs(summary: Mapping[str, Any]) -> str:
         if counts.get("sent") is not None and len(rows) > 1:
             rows.append(("all", size(counts["sent"]), size(counts.get("received")), ""))
         parts.append(table("Per process", ("", "sent", "received", "most memory"), rows))
+    parts.append(_promise(_mapping(summary.get("memory_promise"))))
     steps = summary.get("steps") or 0
     each = ""
     if counts.get("sent") and steps:
@@ -149,6 +149,27 @@ def costs(summary: Mapping[str, Any]) -> str:
         )
         parts.append(details(title, table(title, ("process", "peer", "sent", "received"), rows)))
     return "".join(parts)
+
+
+def _promise(promise: Mapping[str, Any]) -> str:
+    """Per worker the bytes of the model's state by kind, and their share of what one process alone would hold."""
+    workers = _mapping(promise.get("workers"))
+    kinds = [kind for kind in HELD if any(_mapping(w.get("held")).get(kind) for w in workers.values())]
+    if not kinds:
+        return ""
+    rows = [
+        (
+            str(name),
+            *(size(_mapping(worker.get("held")).get(kind, 0)) for kind in kinds),
+            size(worker.get("total")),
+            share(float(worker.get("total") or 0), float(promise.get("whole") or 0)),
+            size(worker.get("peak")),
+        )
+        for name, worker in workers.items()
+    ]
+    whole = f" (one process alone: {size(promise['whole'])})" if promise.get("whole") else ""
+    head = ("", *kinds, "all of these", "of one process's", "most memory, measured")
+    return table(f"What each worker holds{whole}", head, rows)
 
 
 def trouble(failures: Sequence[Mapping[str, Any]]) -> str:

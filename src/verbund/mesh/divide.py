@@ -1,0 +1,277 @@
+"""How a mesh divides a model: the axes `pipeline`, `tensor` and `shard`, in this order. (The axis `data` divides only
+samples: see `data.py`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verbund.comm.collectives import Group
+from verbund.errors import InputError
+from verbund.job import Job
+from verbund.mesh.axes import Mesh
+from verbund.mesh.groups import Groups
+from verbund.mesh.held import Cut, Held
+from verbund.mesh.pipeline import cut as cuts
+from verbund.mesh.pipeline import schedule
+from verbund.mesh.pipeline.run import Pipeline
+from verbund.mesh.pipeline.stages import Stages
+from verbund.mesh.pipeline.trace import on_meta, run_on_meta
+from verbund.mesh.shard import Shards
+from verbund.mesh.tensor import layers
+from verbund.mesh.tensor.exchange import Axis
+from verbund.mesh.tensor.layers import Column
+from verbund.mesh.tensor.plan import plan
+from verbund.randomness import SampleRandomness
+from verbund.task import Task
+
+# Optimisers that treat every element for itself: a share of a parameter can be trained by them.
+ELEMENTWISE = frozenset(
+    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd")
+)
+Call = Callable[[nn.Module], Any]
+"""Calls a model with the inputs of an example."""
+
+
+@dataclass
+class Divided:
+    """A model as this worker holds it.
+
+    Args:
+        held: every parameter of which this worker holds something.
+        names: all trained parameters of the whole model.
+        layers: where the model may be cut into stages, if it is.
+        buffers: names of the buffers that this worker speaks for.
+        axis: the axis `tensor`.
+        columns: layers that gather their outputs.
+        output_is_last: whether there is one such layer and the model's output is what it gives.
+        shards: the axis `shard`.
+        pipeline: the axis `pipeline`.
+        tied: trained parameters that several stages hold, and the workers that do.
+    """
+
+    held: list[Held]
+    names: list[str]
+    buffers: set[str]
+    axis: Axis | None = None
+    columns: list[Column] = field(default_factory=list)
+    output_is_last: bool = False
+    shards: Shards | None = None
+    pipeline: Pipeline | None = None
+    tied: list[tuple[Group, list[Held]]] = field(default_factory=list)
+
+    @property
+    def trained(self) -> list[Held]:
+        """Those that require a gradient."""
+        return [held for held in self.held if held.values.requires_grad]
+
+
+def whole(model: nn.Module) -> Divided:
+    """An undivided model."""
+    held = [Held(name, tuple(p.shape), p, p) for name, p in model.named_parameters()]
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return Divided(held, names, {name for name, _ in model.named_buffers()})
+
+
+def divide(
+    model: nn.Module,
+    task: Task,
+    job: Job,
+    mesh: Mesh,
+    groups: Groups,
+    randomness: SampleRandomness | None,
+    call: Call,
+    costs: list[float] | None = None,
+) -> Divided:
+    """Cuts a model, in place, and keeps this worker's part of it.
+
+    Args:
+        model: its parameters are whole.
+        task: the user's plans.
+        job: the strategy.
+        mesh: the axes.
+        groups: this worker's peers.
+        randomness: learns which draws are cut.
+        call: calls a model with an example on the meta device.
+        costs: of each layer, for stages; None: bytes of parameters.
+
+    Raises:
+        InputError: if the model cannot be cut so: which module, and what would work.
+    """
+    model.train()
+    made = whole(model)
+    if mesh.tensor > 1:
+        _cut_operations(model, task, made, groups, randomness, call)
+    if mesh.pipeline > 1:
+        _cut_layers(model, task, job, mesh, groups, made, call, costs)
+    first = mesh.place("tensor") == 0
+    for held in made.held:
+        held.primary = (held.tensor_cut is not None or first) and mesh.place("pipeline") == _home(held, mesh)
+    if mesh.place("shard") or not first:
+        made.buffers = set()
+    if mesh.shard > 1:
+        level = job.strategy.zero
+        if made.pipeline is not None and job.strategy.schedule.endswith("zero_bubble"):
+            level = min(level, 2)  # the later half of a backward pass needs the parameters once more
+        made.shards = Shards(model, made.held, groups.shard, level)
+        made.held = made.shards.held
+    if made.pipeline is not None:
+        made.tied = _tied(made, mesh, groups)
+    return made
+
+
+def _tied(made: Divided, mesh: Mesh, groups: Groups) -> list[tuple[Group, list[Held]]]:
+    """Groups of the workers that hold the same parameter in different stages."""
+    sets: dict[tuple[int, ...], list[Held]] = {}
+    for held in made.trained:
+        places = tuple(sorted({stage % mesh.pipeline for stage in held.stages}))
+        if len(places) > 1:
+            sets.setdefault(places, []).append(held)
+    return [(groups.pipeline.part("tied", list(places)), sets[places]) for places in sorted(sets)]
+
+
+def _home(held: Held, mesh: Mesh) -> int:
+    return min(stage % mesh.pipeline for stage in held.stages)
+
+
+def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
+    """Calls a model with the inputs of an example."""
+    from verbund.mesh.replica import call
+
+    inputs = task.inputs(columns)
+    return lambda model: call(model, inputs)
+
+
+# -- the axis `tensor` -------------------------------------------------------------------------------------------
+
+
+def _cut_operations(
+    model: nn.Module, task: Task, made: Divided, groups: Groups, randomness: SampleRandomness | None, call: Call
+) -> None:
+    torch.backends.mha.set_fastpath_enabled(False)  # it would pass the cut modules by
+    entries = plan(model, task.tensor_plan() if task.tensor_plan is not None else None)
+    before = _draws(model, randomness, call)
+    made.axis = Axis(groups.tensor)
+    found, partial, made.columns = layers.apply(model, entries, made.axis)
+    shares: dict[int, nn.Parameter] = {}
+    for held in made.held:
+        held.partial = id(held.parameter) in partial
+        if (cut := found.get(id(held.parameter))) is not None:
+            share = nn.Parameter(cut.share(held.parameter.data), requires_grad=held.parameter.requires_grad)
+            shares[id(held.parameter)] = share
+            held.parameter = held.values = share
+            held.tensor_cut = cut
+    layers.replace_parameters(model, shares)
+    outputs: list[Any] = []
+    after = _draws(model, randomness, lambda model: outputs.append(call(model)))
+    made.output_is_last = len(made.columns) == 1 and made.columns[0].last is _logits(outputs[0])
+    for column in made.columns:
+        column.last = None
+    if randomness is not None:
+        randomness.cut(_cut_draws(before, after, list(found.values()), made.axis))
+
+
+def _logits(output: Any) -> Any:
+    return output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+
+
+def _draws(model: nn.Module, randomness: SampleRandomness | None, call: Call) -> dict[tuple[str, int], torch.Size]:
+    tensors = on_meta(model)
+    if randomness is None:
+        run_on_meta(model, tensors, call)
+        return {}
+    with torch.no_grad():
+        return randomness.probe(lambda: run_on_meta(model, tensors, call))
+
+
+def _cut_draws(
+    before: dict[tuple[str, int], torch.Size], after: dict[tuple[str, int], torch.Size], found: list[Cut], axis: Axis
+) -> dict[tuple[str, int], tuple[int, int, int, int]]:
+    """Which draws are of a share, by comparing what the whole and the cut model draw: per module and use the dimension,
+    the start, the length and the whole length."""
+    cut: dict[tuple[str, int], tuple[int, int, int, int]] = {}
+    for key, shape in after.items():
+        full = before.get(key)
+        if full is not None and len(full) == 3 and len(shape) == 4 and full[0] % shape[0] == 0:
+            full = torch.Size((shape[0], full[0] // shape[0], *full[1:]))  # samples and heads in one dimension
+        if full is None or len(full) != len(shape):
+            raise InputError(
+                f"module `{key[0]}` draws random numbers of shape {list(shape)} when it is cut, and "
+                f"{list(full) if full is not None else 'none'} when it is not",
+                where="strategy.mesh.tensor",
+                fix='Set train.randomness = "worker", or leave the module out by a `tensor_plan()` of your own',
+            )
+        different = [d for d in range(len(shape)) if shape[d] != full[d]]
+        if not different:
+            continue
+        (dim,) = different
+        cut[key] = (dim, *_stretch(full[dim], shape[dim], found, axis), full[dim])
+    return cut
+
+
+def _stretch(full: int, length: int, found: list[Cut], axis: Axis) -> tuple[int, int]:
+    """Where a worker's share of `full` elements begins, and its length."""
+    for units in sorted({cut.units for cut in found}, reverse=True):
+        if full % units == 0:
+            unit = full // units
+            low, high = units * axis.worker // axis.workers * unit, units * (axis.worker + 1) // axis.workers * unit
+            if high - low == length:
+                return low, length
+    low, high = full * axis.worker // axis.workers, full * (axis.worker + 1) // axis.workers
+    if high - low != length:
+        raise InputError(
+            f"random numbers are drawn for {length} of {full} elements, which is no worker's share",
+            where="strategy.mesh.tensor",
+            fix='Set train.randomness = "worker"',
+        )
+    return low, length
+
+
+# -- the axis `pipeline` -----------------------------------------------------------------------------------------
+
+
+def _cut_layers(
+    model: nn.Module,
+    task: Task,
+    job: Job,
+    mesh: Mesh,
+    groups: Groups,
+    made: Divided,
+    call: Call,
+    costs: list[float] | None,
+) -> None:
+    found = cuts.layers(model, task.pipeline_plan() if task.pipeline_plan is not None else None, call)
+    strategy = job.strategy
+    if costs is None or strategy.balance == "memory":
+        sizes = {held.name: held.parameter.numel() for held in made.held}
+        costs = cuts.memory_costs(found, sizes)
+    starts = cuts.starts(found, costs, schedule.stages(strategy.schedule, mesh.pipeline, strategy.stages_per_worker))
+    mine = set(range(mesh.place("pipeline"), len(starts), mesh.pipeline))
+    away: dict[int, nn.Parameter] = {}
+    kept = []
+    for held in made.held:
+        stages = tuple(found.stages_of(held.name, starts))
+        if mine.intersection(stages):
+            kept.append(replace(held, stages=stages))
+        else:
+            away[id(held.parameter)] = nn.Parameter(held.parameter.data.to("meta"), requires_grad=False)
+    layers.replace_parameters(model, away)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, key = name.rpartition(".")
+        stages = tuple(found.stages_of(name, starts)) if name in found.used else (0,)
+        if name in found.used and not mine.intersection(stages):
+            model.get_submodule(owner)._buffers[key] = buffer.to("meta")
+        if min(stage % mesh.pipeline for stage in stages) != mesh.place("pipeline"):
+            made.buffers.discard(name)
+    made.held = kept
+    if not any(held.values.requires_grad for held in kept):
+        raise InputError(
+            f"stage {mesh.place('pipeline')} has no parameter to train",
+            where="strategy.mesh.pipeline",
+            fix="Use fewer stages",
+        )
+    made.pipeline = Pipeline(Stages(model, found.paths, starts), groups.pipeline)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: consecutive layers on different workers, micro-batches flowing through them."""

@@ -1,0 +1,330 @@
+"""The axis `shard`: workers with different samples hold a share of every parameter each, and gather the whole ones
+while they compute with them.
+
+The three stages of Rajbhandari et al., "ZeRO" (2020), section 5: optimiser states are divided (1), gradients are added
+up and divided after every backward pass (2), and parameters are given back after a block's forward pass and gathered
+again for its backward pass (3). Each parameter is divided by rows, as in FSDP2, so that a share is a box of the global
+tensor. Gathering runs one block ahead (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from verbund.comm.collectives import Group, Work
+from verbund.mesh.held import Held
+from verbund.mesh.tensor.traffic import Traffic
+from verbund.randomness.override import Override
+
+
+class _Share:
+    """One parameter: the whole memory that comes and goes, and this worker's rows."""
+
+    def __init__(self, held: Held, group: Group) -> None:
+        self.held = held
+        self.parameter = parameter = held.parameter
+        count = parameter.shape[0] if parameter.dim() else 1
+        self.width = parameter.numel() // max(count, 1)
+        self.rows = -(-count // group.world)
+        self.low, self.high = min(self.rows * group.rank, count), min(self.rows * (group.rank + 1), count)
+        self.size = self.rows * self.width
+        self.whole = parameter.data.contiguous()
+        own = self.whole if not parameter.dim() else self.whole[self.low : self.high]
+        if not parameter.dim() and self.high == self.low:
+            own = own.new_empty(0)
+        self.values = nn.Parameter(own.clone(), requires_grad=parameter.requires_grad)
+        self.nothing = parameter.data.new_empty((0,) * max(parameter.dim(), 1))
+        self.bytes = self.whole.untyped_storage().nbytes()
+        self.used = False
+
+    def free(self) -> None:
+        self.parameter.data = self.nothing
+        self.whole.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        self.whole.untyped_storage().resize_(self.bytes)
+        self.parameter.data = self.whole
+
+
+class _Unit:
+    """Parameters that are gathered, reduced and freed together.
+
+    Args:
+        shares: the parameters, of one dtype.
+        gathers: the workers, for gathering.
+        sums: the same workers once more, for gradients: the two never wait for each other.
+        traffic: takes note of the time blocked.
+    """
+
+    def __init__(self, shares: list[_Share], gathers: Group, sums: Group, traffic: Traffic) -> None:
+        self.shares = shares
+        self.gathered = True
+        self._gathers, self._sums = gathers, sums
+        self._traffic = traffic
+        self._size = sum(share.size for share in shares)
+        self._arriving: tuple[Work | None, Tensor, Tensor] | None = None
+        self._leaving: tuple[Work | None, Tensor, Tensor] | None = None
+        self._trained = [share for share in shares if share.parameter.requires_grad]
+        self._missing = len(self._trained)
+
+    def ask(self) -> None:
+        """Starts gathering."""
+        if self.gathered or self._arriving is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            first = self.shares[0].values
+            own = first.new_zeros(self._size)
+            at = 0
+            for share in self.shares:
+                own[at : at + share.values.numel()].copy_(share.values.data.reshape(-1))
+                at += share.size
+            whole = first.new_empty(self._gathers.world * self._size)
+            self._arriving = (self._gathers.start_all_gather(whole, own), whole, own)
+
+    def gather(self) -> None:
+        """The whole parameters are there when this returns."""
+        if self.gathered:
+            return
+        self.ask()
+        assert self._arriving is not None
+        work, whole, _ = self._arriving
+        with self._traffic.timed():
+            self._gathers.finish(work, "the gathering of parameters")
+        self._arriving = None
+        with torch.inference_mode(False), torch.no_grad():
+            rows = whole.view(self._gathers.world, self._size)
+            at = 0
+            for share in self.shares:
+                share.allocate()
+                part = rows[:, at : at + share.size].reshape(-1)[: share.whole.numel()]
+                share.whole.data.view(-1).copy_(part)
+                at += share.size
+        self.gathered = True
+
+    def free(self) -> None:
+        """Gives the whole parameters' memory back."""
+        if self._arriving is not None:
+            self.gather()
+        if self.gathered:
+            for share in self.shares:
+                share.free()
+            self.gathered = False
+
+    def begin(self) -> None:
+        """A new step: no gradients."""
+        for share in self.shares:
+            share.parameter.grad = None
+            share.values.grad = None
+            share.used = False
+        self._missing = len(self._trained)
+
+    def arrived(self) -> bool:
+        """One more gradient is there; whether all are."""
+        self._missing -= 1
+        return self._missing == 0
+
+    def reduce(self) -> None:
+        """Starts adding up the gradients and dividing them. All workers do so, those without a gradient too."""
+        self.collect()
+        self._missing = len(self._trained)
+        if not self._trained:
+            return
+        with torch.no_grad():
+            sent = self.shares[0].values.new_zeros(self._sums.world, self._size)
+            at = 0
+            for share in self.shares:
+                if share.parameter.grad is not None:
+                    _lay_out(sent[:, at : at + share.size], share.parameter.grad.reshape(-1), share.size)
+                    share.parameter.grad = None
+                    share.used = True
+                at += share.size
+            received = torch.empty_like(sent)
+        self._leaving = (self._sums.start_all_to_all(received, sent), received, sent)
+
+    def collect(self) -> None:
+        """Waits for the sums under way and adds them to this worker's gradients."""
+        if self._leaving is None:
+            return
+        work, received, _ = self._leaving
+        self._leaving = None
+        with self._traffic.timed():
+            self._sums.finish(work, "the reduce-scatter of gradients")
+        with torch.no_grad():
+            total = received.sum(0)
+            at = 0
+            for share in self.shares:
+                values = share.values
+                if share.parameter.requires_grad:
+                    part = total[at : at + values.numel()].view_as(values)
+                    values.grad = part if values.grad is None else values.grad.add_(part)
+                at += share.size
+
+
+def _lay_out(target: Tensor, flat: Tensor, size: int) -> None:
+    """Writes `flat` into the rows of `target`, `size` elements each; the last may not be filled."""
+    full = flat.numel() // size if size else 0
+    target[:full].copy_(flat[: full * size].view(full, size))
+    if rest := flat.numel() - full * size:
+        target[full, :rest].copy_(flat[full * size :])
+
+
+class _Watch(Override):
+    """Gathers a block's parameters before it computes, forward and backward."""
+
+    def __init__(self, module: nn.Module, unit: _Unit, shards: Shards) -> None:
+        super().__init__(module)
+        self._unit = unit
+        self._shards = shards
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shards, unit = self._shards, self._unit
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in tensors):
+            return self.inner(*args, **kwargs)
+        unit.gather()
+        shards.ahead(unit, 1)
+        output = self.inner(*args, **kwargs)  # if it ends early, the parameters stay until the step's end
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._before_backward())  # type: ignore[no-untyped-call]
+        if shards.level == 3 or not torch.is_grad_enabled():
+            unit.free()
+        return output
+
+    def _before_backward(self) -> None:
+        self._unit.gather()
+        self._shards.ahead(self._unit, -1)
+
+
+class Shards:
+    """Divides parameters over the axis `shard`.
+
+    Args:
+        model: its parameters are whole on this worker now, and not afterwards.
+        held: what this worker holds; each entry is replaced by one whose `values` are some rows.
+        group: the workers.
+        level: ZeRO's stage.
+    """
+
+    def __init__(self, model: nn.Module, held: Sequence[Held], group: Group, level: int) -> None:
+        self.level = level
+        self.traffic = Traffic()
+        self._gathers = group.part("shard gathers", list(range(group.world)))
+        self._sums = group
+        self._last = True
+        shares = {id(h.parameter): _Share(h, group) for h in held}
+        self.held = [h.sharded((s := shares[id(h.parameter)]).values, (s.low, s.high)) for h in held]
+        self._of_block: list[_Unit] = []
+        for block in blocks(model):
+            mine = []
+            for parameter in block.parameters():
+                if (share := shares.pop(id(parameter), None)) is not None:
+                    mine.append(share)
+            for unit in self._by_dtype(mine):
+                _Watch(block, unit, self).install()
+                self._of_block.append(unit)
+        self._rest = list(self._by_dtype(list(shares.values())))
+        # The backward pass makes gradients in about this order, and all workers add them up in it.
+        self._order = [*reversed(self._of_block), *self._rest]
+        self._launched = 0
+        self._complete: set[int] = set()
+        self._places = {id(unit): place for place, unit in enumerate(self._of_block)}
+        for place, unit in enumerate(self._order):
+            for share in unit.shares:
+                if share.parameter.requires_grad:
+                    self._hook(share.parameter, unit, place)
+            unit.free()
+
+    def _by_dtype(self, shares: list[_Share]) -> Iterator[_Unit]:
+        kinds: dict[torch.dtype, list[_Share]] = {}
+        for share in shares:
+            kinds.setdefault(share.values.dtype, []).append(share)
+        for members in kinds.values():
+            yield _Unit(members, self._gathers, self._sums, self.traffic)
+
+    def _hook(self, parameter: nn.Parameter, unit: _Unit, place: int) -> None:
+        def arrived(_: Tensor) -> None:
+            if unit.arrived():
+                self._complete.add(place)
+                while self._launched in self._complete and self._launched < len(self._of_block):
+                    self._launch()
+
+        parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _launch(self) -> None:
+        unit = self._order[self._launched]
+        self._launched += 1
+        if self._last or self.level > 1:
+            unit.reduce()
+            if self.level == 3 and id(unit) in self._places:
+                unit.free()
+
+    def begin(self) -> None:
+        """A new step: no gradients."""
+        for unit in self._order:
+            unit.begin()
+
+    def gather_rest(self, training: bool) -> None:
+        """What belongs to no block is whole from now until `free`; in training below level 3, all is."""
+        units = self._rest if self.level == 3 or not training else self._of_block + self._rest
+        for unit in units:
+            unit.ask()
+        for unit in units:
+            unit.gather()
+
+    def ahead(self, unit: _Unit, step: int) -> None:
+        """Starts gathering the next block's parameters, or in the backward pass the former one's."""
+        place = self._places[id(unit)] + step
+        if 0 <= place < len(self._of_block):
+            self._of_block[place].ask()
+
+    def before_backward(self, last: bool) -> None:
+        """A backward pass begins; `last`: the step has no other."""
+        self._last = last
+        self._launched = 0
+        self._complete.clear()
+
+    def after_backward(self) -> None:
+        """Adds up what the backward pass left: parameters that it did not use, and those of no block."""
+        while self._launched < len(self._order):
+            self._launch()
+
+    def finish(self) -> None:
+        """All gradients are in `values.grad`, and no parameter is whole any more. What no worker used has none."""
+        for unit in self._order:
+            unit.collect()
+            unit.free()
+        shares = [share for unit in self._order for share in unit.shares]
+        used = torch.tensor([share.used for share in shares], dtype=torch.float32)
+        with self.traffic.timed():
+            self._sums.all_reduce(used, "the count of used parameters")
+        for share, count in zip(shares, used.tolist(), strict=True):
+            if not count:
+                share.values.grad = None
+
+    def free(self) -> None:
+        """No parameter is whole any more."""
+        for unit in self._order:
+            unit.free()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks: children with parameters of its outermost ModuleLists and Sequentials, in order."""
+    found: list[nn.Module] = []
+    _collect(model, found)
+    return found
+
+
+def _collect(module: nn.Module, found: list[nn.Module]) -> None:
+    for child in module.children():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            if next(child.parameters(), None) is not None:
+                found.append(child)
+        else:
+            _collect(child, found)

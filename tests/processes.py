@@ -1,0 +1,83 @@
+"""Processes of a run as a test meets them: who lives, who is whose parent, and a command of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from conftest import MLP, MakeJob
+
+# A task whose workers tell who they are and when, so that a test can strike one of them.
+MARKED = (
+    MLP
+    + """
+import os, pathlib, time
+HERE = pathlib.Path(__file__).parent
+SLOW = float(os.environ.get("SLOW", 0.01))
+
+def inputs(batch):
+    time.sleep(SLOW)
+    (HERE / f"pid-{os.getpid()}").touch()
+    return batch["x"]
+"""
+)
+
+
+def pids(folder: Path, count: int, seconds: float = 20.0) -> list[int]:
+    """The pids of workers that are alive and computing."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        living = [int(path.name[4:]) for path in folder.glob("pid-*") if alive(int(path.name[4:]))]
+        if len(living) >= count:
+            return sorted(living)
+        time.sleep(0.02)
+    raise AssertionError(f"{count} workers did not start")
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pids_: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(alive(pid) for pid in pids_):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def parent(pid: int) -> int:
+    """The pid of a process's parent: a worker's is the warm server, the warm server's the command."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("PPid:")[2].split()[0])
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def start_command(job_folder: Path, *more: str, temporary: Path | None = None) -> subprocess.Popen[str]:
+    """`verbund train job.toml --run run` in a folder, or another command; with a folder for its temporary files."""
+    environment = {**os.environ, **({"TMPDIR": str(temporary)} if temporary else {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", "verbund", *(more or ("train", "job.toml", "--run", "run"))],
+        cwd=job_folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def write_job(make_job: MakeJob, folder: Path, changes: dict[str, Any], task: str = MARKED) -> None:
+    job = make_job(task, changes)
+    (folder / "job.toml").write_text(job.toml())
