@@ -78,10 +78,11 @@ def test_safetensors_have_tied_tensors_once(train: Callable[..., Run], tmp_path:
         assert torch.equal(state[name], parameter)
 
 
+@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
 @pytest.mark.parametrize("name", models.TRANSFORMERS)
-def test_a_hugging_face_folder(name: str, train: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_hugging_face_folder(name: str, axis: str, train: Callable[..., Run], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    run = train(name)
+    run = train(name, {"strategy.mesh": {axis: 2}})
     result = export(run.path, tmp_path / "out")
     assert result["format"] == "hf"
     kind = transformers.AutoModelForCausalLM if name == "llama" else transformers.AutoModelForSequenceClassification

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def work(worker: Worker) -> dict[str, Any]:
             form = write(job, checkpoint, stored, out, settings["form"])
         except OSError as error:
             fix = "Free space there" if durable.full(error) else "Check that the folder may be written to"
-            raise RunFailed(durable.reason(error), where=str(error.filename or out), fix=fix) from None
+            raise RunFailed(durable.reason(error), where=str(out.parent), fix=fix) from None
         return {
             "format": form,
             "step": checkpoint.step,
@@ -131,7 +132,7 @@ def write(
     elif form == "safetensors":
         write_files(checkpoint, stored, out, None)
     else:
-        torch.save(_state_dict(job, model, checkpoint, stored), out / "model.pt")
+        _save(_state_dict(job, model, checkpoint, stored), out / "model.pt")
     return form
 
 
@@ -185,6 +186,17 @@ def _state_dict(job: Job, model: nn.Module, checkpoint: Checkpoint, stored: Sequ
             )
         state[name] = values[saved]
     return state
+
+
+def _save(state: dict[str, Tensor], path: Path) -> None:
+    with open(path, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # On a full disk torch stumbles over its own half-written archive, and hides why.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_folder(
