@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[LocalCluster]:
-    cluster = LocalCluster()
+    cluster = LocalCluster(preload=["verbund.stage.preload_divided"])
     yield cluster
     cluster.close()
 
@@ -40,7 +40,7 @@ def warm() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def warm_transformers() -> Iterator[LocalCluster]:
     """A second one, which has imported transformers; only for tests that need it."""
-    cluster = LocalCluster(preload=["transformers.modeling_utils"])
+    cluster = LocalCluster(preload=["verbund.stage.preload_divided", "transformers.modeling_utils"])
     yield cluster
     cluster.close()
 

@@ -45,7 +45,7 @@ Workers = Annotated[
 ]
 StrategyText = Annotated[
     str | None,
-    typer.Option("--strategy", metavar="TEXT", help="Axes and exchange, e.g. data=2,exchange=all_reduce."),
+    typer.Option("--strategy", metavar="TEXT", help="Axes of the mesh: data=2 or tensor=2,pipeline=2; others 1."),
 ]
 ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
 Step = Annotated[
@@ -253,6 +253,34 @@ def export(
         {"status": "done", "run": str(run.resolve()), **found},
         [f"{found['folder']}: {found['format']} of step {found['step']}, {size}"],
     )
+
+
+@app.command(
+    epilog="Examples: `verbund verify job.toml --strategy tensor=2,pipeline=2` · "
+    "`verbund verify job.toml --strategy shard=2 --against data=2`"
+)
+def verify(
+    job: JobFile,
+    settings: Settings = None,
+    strategy: StrategyText = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TEXT", help="Another strategy; default: a single process."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=_whole_number, help="Steps to compare.")] = 3,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Compare a strategy's losses, gradients and parameters with those of a single process, tensor by tensor."""
+    from verbund.stage.verify import lines
+    from verbund.stage.verify import verify as compare
+
+    whole = Job.read(job, _changes(settings, None, strategy, None))
+    found = compare(whole, against=against, steps=steps, quiet=quiet)
+    verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
+    status = "done" if found["passed"] else "failed"
+    return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
 
 
 def _changes(

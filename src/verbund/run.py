@@ -150,7 +150,7 @@ class Run:
         Raises:
             InputError: if it is damaged.
         """
-        return self._read("summary.json", {})
+        return self._read("summary.json", {}, f"`verbund report {self.path}` writes it anew")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replaces `summary.json` in one step.
@@ -295,7 +295,7 @@ class Run:
             origin["task"] = {"path": str(source.resolve()), "sha256": sha256, "copy": source.name}
         durable.replace(self.path / "origin.json", _json(origin))
 
-    def _read(self, name: str, default: dict[str, Any] | None) -> dict[str, Any]:
+    def _read(self, name: str, default: dict[str, Any] | None, fix: str = "The file is damaged") -> dict[str, Any]:
         path = self.path / name
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -304,9 +304,9 @@ class Run:
                 raise InputError("is missing", where=str(path), fix="The run's directory is damaged") from None
             return default
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"cannot be read: {error}", where=str(path), fix="The file is damaged") from None
+            raise InputError(f"cannot be read: {error}", where=str(path), fix=fix) from None
         if not isinstance(value, dict):
-            raise InputError("is not a JSON object", where=str(path), fix="The file is damaged")
+            raise InputError("is not a JSON object", where=str(path), fix=fix)
         return value
 
     def _replace(self, name: str, content: bytes) -> None:

@@ -125,7 +125,7 @@ def needs_transformers(job: Job) -> bool:
 def functions(job: Job) -> frozenset[str]:
     """Which of `FUNCTIONS` the task file has, read off its text without running it; all where it imports `*`."""
     if job.task.startswith(HUGGING_FACE):
-        return frozenset(("model", "inputs", "targets"))
+        return frozenset(("model",))
     try:
         tree = ast.parse(job.path(job.task).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):

@@ -123,3 +123,13 @@ def test_killed_while_saving(make_job: MakeJob, tmp_path: Path) -> None:
     assert run.summary["status"] == "done"
     assert run.summary["steps"] == steps
     assert not list(checkpoints.glob(".step-*"))
+
+
+def test_what_was_compiled_is_no_temporary_file(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:
+    task = MARKED + "from torch._inductor.runtime.cache_dir_utils import cache_dir\ncache_dir()\n"
+    write_job(make_job, tmp_path, {"train.steps": 2}, task)
+    command = start_command(tmp_path, temporary=temporary)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 0, errors
+    assert not list(temporary.iterdir())
+    assert (tmp_path / "cache" / "compiled").is_dir()

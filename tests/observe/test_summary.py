@@ -23,6 +23,7 @@ def test_the_fields_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path, steps=100, slow=1, validate_every=50)
     summary = summarise(tmp_path, status="done", strategy={"mesh": {"data": 2}}, world=2, ended_by="steps")
     assert (summary["status"], summary["world"], summary["generations"], summary["ended_by"]) == ("done", 2, 1, "steps")
+    assert summary["run"] == str(tmp_path.resolve())
     assert (summary["steps"], summary["samples"]) == (100, 800)
     loss = summary["loss"]
     assert (loss["first"], loss["last"], loss["curve_stride"]) == (1.0, 0.01, 1)

@@ -112,6 +112,35 @@ def inputs(batch):
         run_job(task, {**changes, **limits}, **data)
 
 
+@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_data_that_do_not_come_are_named(workers: int, loaders: int, run_job: RunJob) -> None:
+    task = (
+        MLP
+        + """
+import time, torch
+
+class Hanging(torch.utils.data.Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        if index == 150:
+            time.sleep(1000)
+        return {"x": torch.zeros(12), "y": torch.tensor(index % 5)}
+
+def dataset():
+    return Hanging()
+"""
+    )
+    changes = {"data.train": None, "train.global_batch": 10, "train.steps": 20, "strategy.mesh": {"data": workers}}
+    limits = {"cluster.heartbeat": 0.2, "cluster.step_deadline": 2.0, "data.loaders": loaders}
+    with pytest.raises(ClusterLost, match=r"no progress for 2 s: .*worker \d \(waiting for data, step \d") as caught:
+        run_job(task, {**changes, **limits})
+    assert ("the others wait for" in str(caught.value)) == (workers > 1)
+    assert "dataset()" in str(caught.value)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_with_a_checkpoint(number: signal.Signals, make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {"strategy.mesh": {"data": 2}, "train.steps": 1_000_000})

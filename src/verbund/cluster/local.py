@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
@@ -29,9 +29,12 @@ class LocalCluster:
     Args:
         orphan_grace: seconds within which all processes have ended after this one was lost.
         preload: modules that the job needs besides, to be imported once.
+        environment: variables of the processes; what the user has set stays as it is.
     """
 
-    def __init__(self, orphan_grace: float = 30.0, preload: Sequence[str] = ()) -> None:
+    def __init__(
+        self, orphan_grace: float = 30.0, preload: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         self.meeting = Meeting.create()
         self._listener = Listener(self.meeting)
         self._warm: Connection | None = None
@@ -51,14 +54,15 @@ class LocalCluster:
         ]
         # numpy's BLAS would start a thread per core when it is imported, and a server with threads cannot be forked.
         # OpenMP's threads spin while they wait, which brings work to a halt as soon as somebody else needs a core.
-        environment = {
+        variables = {
+            **(environment or {}),
             "GOMP_SPINCOUNT": "2000",
             **os.environ,
             "OPENBLAS_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._server = subprocess.Popen(
-            [*command, *PRELOAD, *preload], stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            [*command, *PRELOAD, *preload], stdin=subprocess.DEVNULL, start_new_session=True, env=variables
         )
 
     def start(self, specs: list[ProcessSpec], timeout: float = 60.0) -> list[Process]:

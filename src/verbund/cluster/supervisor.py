@@ -269,12 +269,13 @@ class Supervisor:
             names = ", ".join(
                 f"{w.process.spec.name} ({w.doing}, step {w.step}, for {now - w.since:.0f} s)" for w in culprits
             )
+            waited = "the others wait for " if len(culprits) < len(living) else ""
+            fix = "If a step may take longer, raise `cluster.step_deadline`"
+            if any(w.doing == "waiting for data" for w in culprits):
+                fix = f"What reads the data hangs: `dataset()`, `augment()`, or the disk. {fix}"
             self._fail(
                 culprits[0],
-                ClusterLost(
-                    f"no progress for {self._limits.step_deadline:.0f} s: the others wait for {names}",
-                    fix="If a step may take longer, raise `cluster.step_deadline`",
-                ),
+                ClusterLost(f"no progress for {self._limits.step_deadline:.0f} s: {waited}{names}", fix=fix),
                 secondary=False,
             )
 

@@ -54,6 +54,13 @@ class Group:
             self._store = c10d.FileStore(str(store), world)
             self._meet()
 
+    @staticmethod
+    def apart(rank: int, world: int, device: torch.device) -> Group:
+        """A group that is connected to nobody: for what only has to know its place."""
+        group = Group(None, 0, 1, device, 0.0)
+        group.rank, group.world = rank, world
+        return group
+
     def part(self, name: str, ranks: list[int]) -> Group:
         """A group of some of this one's workers, this one among them.
 

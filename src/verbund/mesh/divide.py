@@ -46,6 +46,7 @@ class Divided:
         names: all trained parameters of the whole model.
         layers: where the model may be cut into stages, if it is.
         buffers: names of the buffers that this worker speaks for.
+        whole_bytes: of all parameters of the model.
         axis: the axis `tensor`.
         columns: layers that gather their outputs.
         output_is_last: whether there is one such layer and the model's output is what it gives.
@@ -57,6 +58,7 @@ class Divided:
     held: list[Held]
     names: list[str]
     buffers: set[str]
+    whole_bytes: int = 0
     axis: Axis | None = None
     columns: list[Column] = field(default_factory=list)
     output_is_last: bool = False
@@ -74,7 +76,8 @@ def whole(model: nn.Module) -> Divided:
     """An undivided model."""
     held = [Held(name, tuple(p.shape), p, p) for name, p in model.named_parameters()]
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return Divided(held, names, {name for name, _ in model.named_buffers()})
+    size = sum(p.nbytes for p in model.parameters())
+    return Divided(held, names, {name for name, _ in model.named_buffers()}, size)
 
 
 def divide(
@@ -105,7 +108,7 @@ def divide(
     model.train()
     made = whole(model)
     if mesh.tensor > 1:
-        _cut_operations(model, task, made, groups, randomness, call)
+        cut_operations(model, task, made, groups.tensor, randomness, call)
     if mesh.pipeline > 1:
         _cut_layers(model, task, job, mesh, groups, made, call, costs)
     first = mesh.place("tensor") == 0
@@ -138,6 +141,52 @@ def _home(held: Held, mesh: Mesh) -> int:
     return min(stage % mesh.pipeline for stage in held.stages)
 
 
+def refuse(job: Job, mesh: Mesh, statistics: bool) -> None:
+    """What cannot be together with a mesh that divides the model.
+
+    Args:
+        job: the job.
+        mesh: the axes.
+        statistics: whether the model has batch statistics.
+
+    Raises:
+        InputError: saying what would work.
+    """
+    name = job.train.optimizer.name.lower()
+    if name not in ELEMENTWISE and mesh.shard * mesh.tensor > 1:
+        raise InputError(
+            f"`{name}` needs whole parameters, and the axes `shard` and `tensor` divide them",
+            where="train.optimizer.name",
+            fix=f"Use one of {', '.join(sorted(ELEMENTWISE))}, or the axes `data` and `pipeline`",
+        )
+    if job.train.compile:
+        raise InputError(
+            "`compile` is not available where the mesh divides the model",
+            where="train.compile",
+            fix="Leave it out, or use the axis `data` alone",
+        )
+    if statistics and job.train.batch_norm == "global" and mesh.pipeline > 1:
+        raise InputError(
+            "batch statistics over the global batch need it in one forward pass, a pipeline has several",
+            where="train.batch_norm",
+            fix='Use `batch_norm = "group"`',
+        )
+
+
+def uneven(made: Divided) -> list[str]:
+    """A note on the parameter that is divided most unevenly over the axis `tensor`, if one is."""
+    worst, name = 1.0, ""
+    for held in made.held:
+        if (cut := held.tensor_cut) is not None:
+            lengths = [cut.length(worker) for worker in range(cut.workers)]
+            ratio = max(lengths) * cut.workers / sum(lengths)
+            if ratio > worst:
+                worst, name = ratio, held.name
+    if worst < 1.1:
+        return []
+    return [f"The axis `tensor` cuts `{name}` unevenly: one worker has {worst:.2f} times its fair share"]
+
+
 def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
     """Calls a model with the inputs of an example."""
     from verbund.mesh.replica import call
@@ -149,13 +198,18 @@ def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
 # -- the axis `tensor` -------------------------------------------------------------------------------------------
 
 
-def _cut_operations(
-    model: nn.Module, task: Task, made: Divided, groups: Groups, randomness: SampleRandomness | None, call: Call
+def cut_operations(
+    model: nn.Module, task: Task, made: Divided, peers: Group, randomness: SampleRandomness | None, call: Call
 ) -> None:
+    """Cuts the modules of the model's plan of tensor parallelism, in place.
+
+    Raises:
+        InputError: naming the module that cannot be cut.
+    """
     torch.backends.mha.set_fastpath_enabled(False)  # it would pass the cut modules by
     entries = plan(model, task.tensor_plan() if task.tensor_plan is not None else None)
     before = _draws(model, randomness, call)
-    made.axis = Axis(groups.tensor)
+    made.axis = Axis(peers)
     found, partial, made.columns = layers.apply(model, entries, made.axis)
     shares: dict[int, nn.Parameter] = {}
     for held in made.held:
@@ -234,6 +288,25 @@ def _stretch(full: int, length: int, found: list[Cut], axis: Axis) -> tuple[int,
 # -- the axis `pipeline` -----------------------------------------------------------------------------------------
 
 
+def starts(model: nn.Module, layers: cuts.Layers, job: Job, mesh: Mesh, costs: list[float] | None) -> list[int]:
+    """The first layer of every pipeline stage.
+
+    Args:
+        model: on any device.
+        layers: of the model.
+        job: how stages are to be balanced.
+        mesh: the axes.
+        costs: of each layer; None: bytes of parameters.
+
+    Raises:
+        InputError: if there are fewer layers than stages.
+    """
+    strategy = job.strategy
+    if costs is None or strategy.balance == "memory":
+        costs = cuts.memory_costs(layers, {name: p.numel() for name, p in model.named_parameters()})
+    return cuts.starts(layers, costs, schedule.stages(strategy.schedule, mesh.pipeline, strategy.stages_per_worker))
+
+
 def _cut_layers(
     model: nn.Module,
     task: Task,
@@ -245,16 +318,12 @@ def _cut_layers(
     costs: list[float] | None,
 ) -> None:
     found = cuts.layers(model, task.pipeline_plan() if task.pipeline_plan is not None else None, call)
-    strategy = job.strategy
-    if costs is None or strategy.balance == "memory":
-        sizes = {held.name: held.parameter.numel() for held in made.held}
-        costs = cuts.memory_costs(found, sizes)
-    starts = cuts.starts(found, costs, schedule.stages(strategy.schedule, mesh.pipeline, strategy.stages_per_worker))
-    mine = set(range(mesh.place("pipeline"), len(starts), mesh.pipeline))
+    firsts = starts(model, found, job, mesh, costs)
+    mine = set(range(mesh.place("pipeline"), len(firsts), mesh.pipeline))
     away: dict[int, nn.Parameter] = {}
     kept = []
     for held in made.held:
-        stages = tuple(found.stages_of(held.name, starts))
+        stages = tuple(found.stages_of(held.name, firsts))
         if mine.intersection(stages):
             kept.append(replace(held, stages=stages))
         else:
@@ -262,7 +331,7 @@ def _cut_layers(
     layers.replace_parameters(model, away)
     for name, buffer in list(model.named_buffers()):
         owner, _, key = name.rpartition(".")
-        stages = tuple(found.stages_of(name, starts)) if name in found.used else (0,)
+        stages = tuple(found.stages_of(name, firsts)) if name in found.used else (0,)
         if name in found.used and not mine.intersection(stages):
             model.get_submodule(owner)._buffers[key] = buffer.to("meta")
         if min(stage % mesh.pipeline for stage in stages) != mesh.place("pipeline"):
@@ -274,4 +343,4 @@ def _cut_layers(
             where="strategy.mesh.pipeline",
             fix="Use fewer stages",
         )
-    made.pipeline = Pipeline(Stages(model, found.paths, starts), groups.pipeline)
+    made.pipeline = Pipeline(Stages(model, found.paths, firsts), groups.pipeline)

@@ -18,12 +18,12 @@ from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.errors import DataError, InputError, RunFailed, TaskError, VerbundError
+from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.data import GradientSums, StepSums
-from verbund.mesh.divide import ELEMENTWISE, divide, example_call, whole
+from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
 from verbund.mesh.groups import Groups
 from verbund.mesh.held import Held
@@ -88,7 +88,7 @@ class Replica:
         activation_checkpointing.apply(model, job.train.activation_checkpointing, self.randomness.context_fn)
         if mesh.divides_model:
             assert example is not None, "a mesh that divides the model needs an example"
-            self._refuse(job)
+            refuse(job, mesh, self.statistics)
             call_example = example_call(task, example.columns)
             self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
         else:
@@ -124,28 +124,6 @@ class Replica:
         for column in divided.columns:
             column.local = self._local_logits
         self._call: Callable[..., Any] = torch.compile(model) if job.train.compile else model
-
-    def _refuse(self, job: Job) -> None:
-        """What cannot be together with a mesh that divides the model."""
-        name = job.train.optimizer.name.lower()
-        if name not in ELEMENTWISE and self.mesh.shard * self.mesh.tensor > 1:
-            raise InputError(
-                f"`{name}` needs whole parameters, and the axes `shard` and `tensor` divide them",
-                where="train.optimizer.name",
-                fix=f"Use one of {', '.join(sorted(ELEMENTWISE))}, or the axes `data` and `pipeline`",
-            )
-        if job.train.compile:
-            raise InputError(
-                "`compile` is not available where the mesh divides the model",
-                where="train.compile",
-                fix="Leave it out, or use the axis `data` alone",
-            )
-        if self._whole_batch and self.mesh.pipeline > 1:
-            raise InputError(
-                "batch statistics over the global batch need it in one forward pass, a pipeline has several",
-                where="train.batch_norm",
-                fix='Use `batch_norm = "group"`',
-            )
 
     def _micro_batches(self, job: Job) -> int:
         """How many forward passes a pipeline wants at least, so that its stages have work at the same time."""
@@ -500,6 +478,35 @@ class Replica:
                     else:
                         # Of a tensor in several boxes too there is one such number.
                         yield Piece.whole(kind, f"{held.name}/{key}", value, held.primary and alone and _first(held))
+
+    def pipeline_plan(self, size: int) -> dict[str, Any]:
+        """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
+        return {
+            "schedule": self.strategy.schedule,
+            "ranks": self.mesh.pipeline,
+            "chunks": self.strategy.stages_per_worker,
+            "micro_batches": len(self.plan(size)),
+        }
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that this worker keeps between steps, by kind, and under `whole` those of a single process.
+
+        Optimiser states count once there are any.
+        """
+        held = self.divided.held
+        states = {h.name: self.optimizer.state.get(h.values, {}).values() for h in held}
+        like = {h.name: sum(isinstance(v, Tensor) and v.shape == h.values.shape for v in states[h.name]) for h in held}
+        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
+        mine = {
+            "parameters": sum(h.values.nbytes for h in held),
+            "gradients": sum(h.values.nbytes for h in self.divided.trained),
+            "optimizer": sum(v.nbytes for values in states.values() for v in values if isinstance(v, Tensor)),
+            "ema": sum(v.nbytes for v in averages.values()),
+            "buffers": sum(b.nbytes for b in self.model.buffers() if not b.is_meta),
+        }
+        copies = max(like.values(), default=0) + 2 + bool(averages)
+        mine["whole"] = self.divided.whole_bytes * copies + mine["buffers"]
+        return mine
 
     def all_names(self, kind: str) -> set[str]:
         """The names of all parameters, or saved buffers, of the whole model."""

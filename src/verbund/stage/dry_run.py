@@ -55,10 +55,11 @@ class DryRun:
         self._outputs = Outputs(task)
         self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
-        place = device.choose(0, job.world)
         alone = job.model_copy(update={"strategy": Strategy()})
-        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(place))
-        self._division = division(job, self.replica)
+        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.world)))
+        batch_workers = Mesh.of(job.strategy.mesh, 0).batch_workers
+        self.division = Division(batch_workers, self.replica.division.unit, job.train.micro_batch)
+        """How the mesh of the job divides a global batch."""
         self._layers = Layers(self.replica.model)
         last = order.tickets_per_epoch - 1
         reached = total_steps is None or total_steps > last
@@ -75,7 +76,7 @@ class DryRun:
         """
         self._check_groups()
         low, high = self._first_pass()
-        batch = self._attempt(lambda: self._batch(low, high))
+        self.batch = batch = self._attempt(lambda: self._batch(low, high))
         before = _versions(self.replica)
         self._attempt(lambda: self._step(batch))
         self._check_finite(batch)
@@ -89,8 +90,8 @@ class DryRun:
 
     def _first_pass(self) -> tuple[int, int]:
         """The samples of global batch 0 that the first worker's first forward pass has."""
-        size, division = self._order.size(0), self._division
-        low, high = next(part for w in range(division.workers) for part in division.micro_batches(size, w))
+        size, division = self._order.size(0), self.division
+        low, high = next(p for worker in range(division.workers) for p in division.micro_batches(size, worker))
         if self._whole_batch:
             # One worker's single sample has no variance, but it is never alone.
             high = min(max(high, low + 2), size)
@@ -238,7 +239,7 @@ class DryRun:
         """
         model = self.replica.model
         size = min(self._order.size(0), _PROBED)
-        if not changed or self.replica.division.unit > 1 or self._whole_batch or size < 2:
+        if not changed or self.division.unit > 1 or self._whole_batch or size < 2:
             return []
         if self._job.train.randomness != "sample":
             return []
@@ -284,11 +285,11 @@ class DryRun:
         job, replica = self._job, self.replica
         ids = samples.ids(np.arange(min(job.validate_.batch, len(samples))))
         batch = _read(samples, Item(0, ids, training=False), None)
-        replica.model.eval()
-        evaluated = replica.evaluate(batch)
-        assert evaluated is not None, "a replica that is alone has the output"
-        output, targets, sums = evaluated
-        own = self._task.metrics(output, targets) if self._task.metrics else None
+        with replica.evaluating():
+            evaluated = replica.evaluate(batch)
+            assert evaluated is not None, "a replica of one process has the outputs"
+            output, targets, sums = evaluated
+            own = self._task.metrics(output, targets) if self._task.metrics else None
         evaluator = metrics.Evaluator(wanted(job), job.train.objective)
         evaluator.add(0, output, targets, sums, ids, own)
         values = evaluator.merge([evaluator.state()], batches=1, samples=len(ids))
@@ -298,12 +299,6 @@ class DryRun:
                 raise InputError(
                     f"`{end.metric}` is no metric of this job", where=f"train.{key}", fix=f"There are: {known}"
                 )
-
-
-def division(job: Job, replica: Replica) -> Division:
-    """How the mesh of the job divides a global batch of such a replica."""
-    mesh = Mesh.of(job.strategy.mesh, 0)
-    return Division(mesh.batch_workers, replica.division.unit, job.train.micro_batch)
 
 
 def _read(samples: Samples, item: Item, transform: Transform | None) -> Batch:

@@ -21,13 +21,14 @@ from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.check import Wanted, check_columns
-from verbund.data.prepare import Evaluated, Prepared, names_of, needed, prepare, prepare_evaluated
+from verbund.data.prepare import Evaluated, Prepared, cache_of, names_of, needed, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Data, Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
+from verbund.observe.journal import read
 from verbund.observe.progress import Progress
 from verbund.run import Run
 from verbund.stage import continuing
@@ -47,8 +48,10 @@ class Facts:
     parameters: int
     worker_bytes: int
     notes: list[str]
-    costs: list[float] | None = None
+    costs: list[float] | None
     """Seconds of each layer at which a pipeline may be cut."""
+    other_meshes: dict[str, int]
+    """What a worker would need under other meshes of as many workers, in bytes."""
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -199,7 +202,8 @@ def predict(
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
-    """Writes a run's report anew from its journal, also while the run goes on or after it was killed.
+    """Writes a run's report anew from its journal, and its summary if that is damaged; also while the run goes on or
+    after it was killed.
 
     Args:
         directory: the run.
@@ -213,7 +217,11 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
     from verbund.observe.trace import write_trace
 
     run = Run.open(Path(directory))
-    known = run.summary
+    damaged = False
+    try:
+        known = run.summary
+    except InputError:
+        known, damaged = _ended(run), True
     if run.being_trained:
         known = {"status": "running"}
     elif not known or known.get("attempt", run.attempt) != run.attempt:  # the newest attempt left no summary
@@ -231,9 +239,18 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
         ended_by=known.get("ended_by"),
     )
     summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
+    if damaged:
+        run.write_summary(summary)
     if trace is not None:
         write_trace(run.path, trace)
     return summary, write_report(run.path, summary)
+
+
+def _ended(run: Run) -> dict[str, Any]:
+    """How the run's newest start ended, from its journal; empty if it did not."""
+    journals = [journal for journal in read(run.journal) if journal.role == "supervisor"]
+    events = journals[-1].events if journals else []
+    return next((event for event in reversed(events) if event["name"] == "stopped"), {})
 
 
 def check(job: Job, *, quiet: bool = True) -> Facts:
@@ -251,7 +268,10 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
 
 @contextmanager
 def _cluster(job: Job) -> Iterator[LocalCluster]:
-    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job))
+    # What torch's compiler compiles is kept with the converted data, for the next run, and not in the folder for
+    # temporary files.
+    compiled = (Path(job.folder) / cache_of(job.data) / "compiled").resolve()
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     try:
         yield cluster
     finally:
@@ -363,13 +383,18 @@ def _dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     facts = Facts(**result["facts"])
     available = _available_bytes()
     need = facts.worker_bytes * job.world
+    divided = job.world > job.strategy.mesh.get("data", 1)
     if available is not None and need > available:
         fit = max(available // max(facts.worker_bytes, 1), 0)
+        fixes = [f"use at most {fit} workers"] if fit and not divided else []
+        fixes += [f"use the mesh {name}" for name, size in facts.other_meshes.items() if size * job.world <= available]
         raise InputError(
-            f"{job.world} workers need about {need / 1e9:.1f} GB of memory (measured in a dry run of one), "
-            f"{available / 1e9:.1f} GB are free",
+            f"{job.world} worker{'s' if job.world > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
+            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free",
             where="strategy.mesh",
-            fix=(f"Use at most {fit} workers" if fit else "Use a smaller model") + ", or a smaller `train.micro_batch`",
+            fix=", or ".join(
+                [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
+            ),
         )
     return facts
 
@@ -531,7 +556,13 @@ def _train(
             cause = _stopped(run, result)
     if cause is not None:
         status = "interrupted" if isinstance(cause, Interrupted) else "failed"
-    journal.event("stopped", status=status, seconds=round(time.monotonic() - start, 3))
+    journal.event(
+        "stopped",
+        status=status,
+        cause=cause.record() if cause else None,
+        ended_by=result.get("stopped_by"),
+        seconds=round(time.monotonic() - start, 3),
+    )
     journal.close()
     try:
         _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
@@ -560,8 +591,9 @@ def _keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
     """The run keeps what other data need to be read as its training set was."""
     if prepared.train is None:
         return
+    columns = None if job.task.startswith(task.HUGGING_FACE) else needed(job.data, task.functions(job))
     try:
-        schema.keep(Path(prepared.train), run.path, needed(job.data, task.functions(job)))
+        schema.keep(Path(prepared.train), run.path, columns)
     except OSError as error:
         raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
 

@@ -17,10 +17,9 @@ from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
-from verbund.mesh.replica import Replica
 from verbund.observe.memory import peak_bytes
 from verbund.stage.dry_run import DryRun
-from verbund.stage.dry_run import division as division_of
+from verbund.stage.fit import examine, need_of
 from verbund.stage.validate import wanted
 
 
@@ -55,21 +54,20 @@ def work(worker: Worker) -> dict[str, Any]:
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
-    notes = [*prepared.notes, *_notes(job, replica, order), *dry.work(validation_set)]
-    tensors = [*replica.model.parameters(), *replica.model.buffers()]
-    states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    stored = sum(t.numel() * t.element_size() for t in [*tensors, *states])
-    gradients = sum(p.numel() * p.element_size() for p in replica.parameters)
-    # On top of what the dry run used: the copy that a checkpoint is written from, and the buckets of the all-reduce.
-    need = max(peak_bytes() - before, 0) + stored + (gradients if job.world > 1 else 0)
+    notes = [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
+    need = need_of(replica, max(peak_bytes() - before, 0), job.world)
+    parameters = sum(p.numel() for p in replica.parameters)
+    fit = examine(replica, task, job, dry.batch, need)
     facts = {
         "tickets_per_epoch": order.tickets_per_epoch,
         "total_steps": total,
         "train_samples": len(train_set),
         "validation_samples": len(validation_set) if validation_set is not None else 0,
-        "parameters": sum(p.numel() for p in replica.parameters),
-        "worker_bytes": need,
-        "notes": notes,
+        "parameters": parameters,
+        "worker_bytes": fit.worker_bytes,
+        "other_meshes": fit.others,
+        "costs": fit.costs,
+        "notes": [*notes, *fit.notes],
     }
     return {"problems": [], "facts": facts}
 
@@ -91,12 +89,12 @@ def _unmeasured(job: Job) -> list[Problem]:
     return problems
 
 
-def _notes(job: Job, replica: Replica, order: Order) -> list[str]:
+def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
     size = min(job.train.global_batch, order.size(0))
-    division = division_of(job, replica)
-    if replica.statistics:
+    division = dry.division
+    if dry.replica.statistics:
         if job.train.batch_norm == "global":
             notes.append("Batch statistics are taken over the whole global batch")
             if 0 < job.train.micro_batch < -(-size // division.workers):

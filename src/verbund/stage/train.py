@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verbund.cluster.worker import Worker
-from verbund.data.loader import Item, Loader
+from verbund.data.loader import Batch, Item, Loader
 from verbund.data.order import Order
 from verbund.errors import InputError, RunFailed
 from verbund.mesh.replica import Replica
@@ -29,6 +29,8 @@ _PROGRESS_SECONDS = 0.1
 # Reasons to stop that travel with the gradients, so that all workers stop after the same step. Only one worker looks
 # at the clock, so that the sum tells the two apart.
 _TIME, _INTERRUPT = 1.0, 2.0
+# Their numbers among a step's collectives, beyond those of any gradients.
+_GATHERING, _COMPARISON = 1 << 20, (1 << 20) + 1
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -41,6 +43,9 @@ def work(worker: Worker) -> dict[str, Any]:
     worker.at_end.append(lambda: _close(journal, links))
     replica = island.replica(worker)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if replica.pipeline is not None and island.mesh.rank == 0:
+        journal.event("pipeline", **replica.pipeline_plan(job.train.global_batch))
     training = _Training(worker, run, island, replica, journal, links, state)
     replica.check_equal(training.step)
     journal.add("start", 0, worker.born, time.monotonic_ns())
@@ -111,7 +116,7 @@ class _Training:
             prefetch=self.job.data.prefetch,
             processes=self.island.loaders,
         )
-        batches = iter(loader)
+        batches = self._read(iter(loader))
         try:
             while reason is None:
                 step = self.step
@@ -127,7 +132,9 @@ class _Training:
                 self.step += 1
                 self.samples += size
                 if train.check_replicas and self.step % train.check_replicas == 0:
+                    compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
+                    self._collective(_COMPARISON, compared, time.monotonic_ns())
                 self.journal.add("compute", step, began, time.monotonic_ns())
                 self._record(step, sums.weight, size)
                 reason = "interrupt" if sums.flags >= _INTERRUPT else "seconds" if sums.flags >= _TIME else None
@@ -162,6 +169,16 @@ class _Training:
                 for low, high, phantom in passes:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
             step += 1
+
+    def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; while one does not come, that is what this worker is said to wait for."""
+        while True:
+            self.worker.doing("waiting for data", self.step)
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.worker.doing("computing", self.step)
+            yield batch
 
     # -- the ends ------------------------------------------------------------------------------------------------
 
@@ -213,12 +230,19 @@ class _Training:
         self._validated = self.step
         start = time.monotonic_ns()
         self.worker.doing("validating", self.step)
-        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        metrics = evaluate(
+            self.replica, self.island.validation_set, self.island, lambda *at: self._collective(_GATHERING, *at)
+        )
         self.journal.add("validate", self.step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)
             self.worker.send("validation", step=self.step, metrics=metrics)
         return self._judge(metrics)
+
+    def _collective(self, index: int, start: int, end: int) -> None:
+        """Records a collective that is none of a step's gradients."""
+        if self.island.mesh.world > 1:
+            self.journal.collective(self.step, index, start, start, end)
 
     def _judge(self, metrics: dict[str, Any]) -> str | None:
         target, patience = self.job.train.target, self.job.train.patience

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
     island = Island.join(worker)
     outputs = Outputs(island.task)
-    island = replace(island, task=outputs.watched)
+    island.task = outputs.watched
     replica = island.replica(worker)
     source = Path(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
@@ -60,8 +59,16 @@ def work(worker: Worker) -> dict[str, Any]:
     }
 
 
-def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, Any]:
+def evaluate(
+    replica: Replica, samples: Samples, island: Island, gathered: Callable[[int, int], None] = lambda *_: None
+) -> dict[str, Any]:
     """The metrics of the whole of `samples`, known to all workers.
+
+    Args:
+        replica: the model.
+        samples: what it is evaluated on.
+        island: who shares the work.
+        gathered: is told when this worker had nothing left to do but to gather, and when all was gathered (ns).
 
     Returns:
         metric name to value, always with `loss`.
@@ -76,7 +83,10 @@ def evaluate(replica: Replica, samples: Samples, island: Island) -> dict[str, An
             output, targets, sums = evaluated
             own = replica.task.metrics(output, targets) if replica.task.metrics else None
             evaluator.add(index, output, targets, sums, batch.ids, own)
-    states = island.groups.island.all_gather_arrays(evaluator.state(), "the gathering of metrics")
+    state = evaluator.state()
+    start = time.monotonic_ns()
+    states = island.groups.island.all_gather_arrays(state, "the gathering of metrics")
+    gathered(start, time.monotonic_ns())
     batches = math.ceil(len(samples) / job.validate_.batch)
     return evaluator.merge(states, batches=batches, samples=len(samples))
 

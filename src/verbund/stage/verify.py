@@ -9,6 +9,7 @@ from typing import Any
 from verbund import checkpoint
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import ProcessSpec
+from verbund.errors import InputError
 from verbund.job import Job, parse_strategy
 from verbund.stage import launch
 
@@ -42,6 +43,8 @@ def verify(
         InputError: if the job or a strategy is wrong.
         RunFailed: if a worker failed.
     """
+    if steps < 1:
+        raise InputError("at least one step is needed", where="--steps")
     sides = [_plain(job, steps, None), _plain(job, steps, against or "")]
     notify = launch._notify(quiet)
     with tempfile.TemporaryDirectory(prefix="verbund-verify-") as scratch, launch._cluster(job) as cluster:
@@ -102,6 +105,18 @@ def _judged(
         "missing": found["missing"],
         "tensor_bytes": [[part["tensor_bytes"] for part in parts] for parts in results],
     }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """What `verify` returned as a table for a terminal."""
+    shown = [f"{'':<11} {'difference':>10} {'limit':>8}  at"]
+    for kind, worst in found["differences"].items():
+        step = worst["step"]
+        at = f"step {step}" if step is not None else "everywhere equal"
+        place = f"{worst['tensor']}, {at}" if worst["tensor"] else at
+        shown.append(f"{kind:<11} {worst['difference']:>10.1e} {worst['limit']:>8.0e}  {place}")
+    missing = found["missing"]
+    return [*shown, *(f"only on one side: {name}" for name in missing[:8]), *(["…"] if len(missing) > 8 else [])]
 
 
 def _name(job: Job) -> str:

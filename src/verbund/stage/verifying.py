@@ -69,7 +69,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "losses": losses,
         "records": records,
         "fused": _fused(replica),
-        "tensor_bytes": _held_bytes(replica),
+        "tensor_bytes": replica.held_bytes(),
     }
 
 
@@ -99,17 +99,6 @@ def _fused(replica: Replica) -> dict[str, list[int]]:
             for name in ("in_proj_weight", "in_proj_bias"):
                 found[f"{path}.{name}" if path else name] = [module.embed_dim] * 3
     return found
-
-
-def _held_bytes(replica: Replica) -> dict[str, int]:
-    """Bytes of tensors that this worker keeps between steps."""
-    trained = replica.divided.trained
-    states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    return {
-        "parameters": sum(h.values.nbytes for h in replica.divided.held),
-        "gradients": sum(h.values.nbytes for h in trained),
-        "optimizer": sum(v.nbytes for v in states),
-    }
 
 
 def compare(worker: Worker) -> dict[str, Any]:
