@@ -245,12 +245,14 @@ def export(
     debug: Debug = False,
 ) -> Answer:
     """Write a run's model in a form that other programs read."""
-    from verbund.stage import launch
+    from verbund.stage.export import export as write
 
-    result = launch.export(run, out, form=form, step=step, ema=ema)
-    size = f"{result['tensors']} tensors, {result['bytes'] / 1e6:.1f} MB"
-    line = f"{result['folder']}: {result['format']} of step {result['step']}, {size}"
-    return Answer({"status": "done", "run": str(run.resolve()), **result}, [line])
+    found = write(run, out, form=form, step=step, ema=ema)
+    size = f"{found['tensors']} tensors, {found['bytes'] / 1e6:.1f} MB"
+    return Answer(
+        {"status": "done", "run": str(run.resolve()), **found},
+        [f"{found['folder']}: {found['format']} of step {found['step']}, {size}"],
+    )
 
 
 @app.command(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import models
-from conftest import MLP
+from conftest import MLP, Command
 from verbund import task
 from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.local import LocalCluster
 from verbund.errors import CheckpointError, InputError
 from verbund.run import Run
-from verbund.stage import export, launch
+from verbund.stage import exporting, launch
+from verbund.stage.export import export
 
 RunJob = Callable[..., Run]
 
@@ -58,7 +57,7 @@ def trained(run: Run, kind: str = "parameters") -> nn.Module:
 
 def test_state_dict_with_tied_tensors(train: Callable[..., Run], tmp_path: Path) -> None:
     run = train("gpt")
-    result = launch.export(run.path, tmp_path / "out", form="state-dict")
+    result = export(run.path, tmp_path / "out", form="state-dict")
     assert result["files"] == ["model.pt"]
     state = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
     model = task.load(run.job).model()
@@ -69,7 +68,7 @@ def test_state_dict_with_tied_tensors(train: Callable[..., Run], tmp_path: Path)
 
 def test_safetensors_have_tied_tensors_once(train: Callable[..., Run], tmp_path: Path) -> None:
     run = train("gpt")
-    result = launch.export(run.path, tmp_path / "out")
+    result = export(run.path, tmp_path / "out")
     assert result["format"] == "safetensors"  # what is no model of transformers
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert "lm_head.weight" not in state
@@ -79,11 +78,12 @@ def test_safetensors_have_tied_tensors_once(train: Callable[..., Run], tmp_path:
         assert torch.equal(state[name], parameter)
 
 
+@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline"])
 @pytest.mark.parametrize("name", models.TRANSFORMERS)
-def test_a_hugging_face_folder(name: str, train: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_hugging_face_folder(name: str, axis: str, train: Callable[..., Run], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    run = train(name)
-    result = launch.export(run.path, tmp_path / "out")
+    run = train(name, {"strategy.mesh": {axis: 2}})
+    result = export(run.path, tmp_path / "out")
     assert result["format"] == "hf"
     kind = transformers.AutoModelForCausalLM if name == "llama" else transformers.AutoModelForSequenceClassification
     model, found = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -96,10 +96,10 @@ def test_what_was_trained_from_a_folder_is_a_folder_again(train: Callable[..., R
     """Export, train from it without a task file, export that: the tokenizer goes along."""
     transformers = pytest.importorskip("transformers")
     first = tmp_path / "first"
-    launch.export(train("llama").path, first)
+    export(train("llama").path, first)
     (first / "tokenizer.json").write_text("{}")
     run = launch.train(models.job("llama", tmp_path, {"task": "hf:first", "train.steps": 1}), tmp_path / "again")
-    result = launch.export(run.path, tmp_path / "second")
+    result = export(run.path, tmp_path / "second")
     assert result["files"] == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert json.loads((tmp_path / "second" / "config.json").read_text()) == json.loads(
         (first / "config.json").read_text()
@@ -117,8 +117,8 @@ def test_large_models_are_cut_into_files(train: Callable[..., Run], tmp_path: Pa
     out = tmp_path / "out"
     out.mkdir()
     with Checkpoint.open(folder) as checkpoint:
-        stored = export.stored_tensors(checkpoint, averaged=False)
-        export.write(run.job, checkpoint, stored, out, "hf", shard_bytes=100_000)
+        stored = exporting.stored_tensors(checkpoint, averaged=False)
+        exporting.write(run.job, checkpoint, stored, out, "hf", shard_bytes=100_000)
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((out / file).stat().st_size < 110_000 for file in files)
@@ -129,15 +129,15 @@ def test_large_models_are_cut_into_files(train: Callable[..., Run], tmp_path: Pa
 
 def test_the_moving_average(train: Callable[..., Run], tmp_path: Path) -> None:
     run = train("mlp", {"train.ema": 0.5})
-    launch.export(run.path, tmp_path / "weights")
-    launch.export(run.path, tmp_path / "average", ema=True)
+    export(run.path, tmp_path / "weights")
+    export(run.path, tmp_path / "average", ema=True)
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 12)).astype(np.float32))
     for folder, kind in (("weights", "parameters"), ("average", "ema")):
         model = task.load(run.job).model()
         model.load_state_dict(load_file(tmp_path / folder / "model.safetensors"))
         assert torch.equal(logits(model, x=x), logits(trained(run, kind), x=x))
     with pytest.raises(CheckpointError, match="no moving average"):
-        launch.export(train_without(run), tmp_path / "none", ema=True)
+        export(train_without(run), tmp_path / "none", ema=True)
     assert not (tmp_path / "none").exists()
 
 
@@ -163,7 +163,7 @@ def model():
 
 def test_buffers_and_a_model_that_looks_at_its_values(run_job: RunJob, tmp_path: Path) -> None:
     run = run_job(BATCH_NORM)
-    launch.export(run.path, tmp_path / "out", form="state-dict")
+    export(run.path, tmp_path / "out", form="state-dict")
     model = task.load(run.job).model()
     model.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True))
     x = torch.ones(2, 12)
@@ -174,24 +174,25 @@ def test_buffers_and_a_model_that_looks_at_its_values(run_job: RunJob, tmp_path:
 def test_bad_input(run_job: RunJob, tmp_path: Path) -> None:
     run = run_job(MLP)
     with pytest.raises(InputError, match=r"--format: `hff` is no form of a model. Did you mean `hf`"):
-        launch.export(run.path, tmp_path / "out", form="hff")
+        export(run.path, tmp_path / "out", form="hff")
     with pytest.raises(InputError, match=r"gives a Sequential, which is no model of the package transformers"):
-        launch.export(run.path, tmp_path / "out", form="hf")
+        export(run.path, tmp_path / "out", form="hf")
     with pytest.raises(CheckpointError, match="no checkpoint of step 99"):
-        launch.export(run.path, tmp_path / "out", step=99)
+        export(run.path, tmp_path / "out", step=99)
     with pytest.raises(InputError, match="exists already"):
-        launch.export(run.path, run.path)
+        export(run.path, run.path)
     (tmp_path / "task.py").write_text(MLP.replace("16, 5", "16, 6"))
     with pytest.raises(CheckpointError, match=r"`2.weight` has shape \[5, 16\] there and \[6, 16\]"):
-        launch.export(run.path, tmp_path / "out")
+        export(run.path, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == []
 
 
-def test_command_line(run_job: RunJob, tmp_path: Path) -> None:
+def test_command_line(run_job: RunJob, tmp_path: Path, command: Command) -> None:
     run = run_job(MLP)
-    command = [sys.executable, "-m", "verbund", "export", str(run.path), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["files"] == ["model.safetensors"]
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 2
-    assert "exists already. Choose a new or empty folder" in again.stderr
+    document = command("export", str(run.path), "--out", "out", "--json").document
+    assert document["files"] == ["model.safetensors"]
+    assert document["folder"] == str(tmp_path / "out")
+    again = command("export", str(run.path), "--out", "out")
+    assert again.status == 2
+    assert "exists already. Choose a new or empty folder" in again.err
+    assert "safetensors of step 5, 4 tensors" in command("export", str(run.path), "--out", "new").out

@@ -15,6 +15,7 @@ from verbund.cluster.local import LocalCluster
 from verbund.errors import RunFailed
 from verbund.run import Run
 from verbund.stage import launch
+from verbund.stage.export import export
 
 WIDE = """
 from torch import nn
@@ -81,3 +82,13 @@ def inputs(batch):
     assert run.summary["status"] == "done"
     assert any("step 2 could not be saved" in warning for warning in run.summary["warnings"])
     assert checkpoint.newest_valid(run.checkpoints)[0].name == "step-00000006"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "state-dict"])
+def test_an_export_that_does_not_fit(
+    form: str, small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path
+) -> None:
+    run = launch.train(make_job(WIDE.replace("4000", "30_000")), tmp_path / "run")  # 2.2 MB
+    with pytest.raises(RunFailed, match=r"small: the disk is full .* Free space there"):
+        export(run.path, small_disk / "out", form=form)
+    assert list(small_disk.iterdir()) == []

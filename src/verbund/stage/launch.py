@@ -6,7 +6,6 @@ This side never imports torch; what needs it (the dry run, the work) happens in 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from verbund import checkpoint, task
-from verbund.checkpoint import durable
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Process, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
@@ -24,7 +22,7 @@ from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, names_of, needed, prepare, prepare_evaluated
-from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError, nearest
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem, RunFailed, VerbundError
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Data, Job
@@ -37,7 +35,6 @@ from verbund.stage import continuing
 from verbund.stage.commits import Commits
 
 Notify = Callable[[str], None]
-EXPORTS = ("hf", "state-dict", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -204,52 +201,6 @@ def predict(
     return target
 
 
-def export(
-    directory: Path | str,
-    out: Path | str,
-    *,
-    form: str | None = None,
-    step: int | None = None,
-    ema: bool = False,
-) -> dict[str, Any]:
-    """Writes the model of a checkpoint in a form that other programs read.
-
-    Args:
-        directory: the run.
-        out: a folder, which must not exist or be empty; it appears whole or not at all.
-        form: `hf`, `state-dict` or `safetensors`; default: `hf` for a model of transformers, else `safetensors`.
-        step: the checkpoint; default: the newest.
-        ema: the moving average in place of the weights.
-
-    Returns:
-        `folder`, `format`, `step`, `tensors`, `bytes`, `files`.
-    """
-    if form is not None and form not in EXPORTS:
-        raise InputError(f"`{form}` is no form of a model", where="--format", fix=nearest(form, EXPORTS))
-    run = Run.open(Path(directory))
-    target = Path(os.path.abspath(out))
-    _refuse_existing(target, "Choose a new or empty folder")
-    job = run.job
-    if problems := task.check(job):
-        raise JobError(problems)
-    source = _chosen(run, step)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        settings = {"job": job.resolved(), "folder": job.folder, "checkpoint": str(source), "out": str(partial)}
-        spec = ProcessSpec(
-            "worker", 0, 1, "verbund.stage.export:work", settings={**settings, "format": form, "ema": ema}
-        )
-        with _cluster(job) as cluster:
-            (result,) = _supervised(cluster, job, [spec])
-        partial.rename(target)  # over an empty folder, if there is one
-    except OSError as error:
-        raise InputError(durable.reason(error), where=str(target), fix="Choose another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return {"folder": str(target), **result}
-
-
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
     """Writes a run's report anew from its journal, and its summary if that is damaged; also while the run goes on or
     after it was killed.
@@ -342,16 +293,14 @@ def _notify(quiet: bool) -> Notify:
     return (lambda _: None) if quiet else (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
 
 
-def _refuse_existing(
-    directory: Path | str | None, fix: str = "Choose another directory, or `verbund resume` this one"
-) -> None:
+def _refuse_existing(directory: Path | str | None) -> None:
     if directory is not None and Path(directory).exists():
         path = Path(directory)
         if not path.is_dir() or any(path.iterdir()):
             raise InputError(
                 "exists already",
                 where=str(path),
-                fix=fix,
+                fix="Choose another directory, or `verbund resume` this one",
             )
 
 
