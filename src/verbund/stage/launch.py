@@ -240,6 +240,7 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
     )
     summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if damaged:
+        summary["attempt"] = run.attempt
         run.write_summary(summary)
     if trace is not None:
         write_trace(run.path, trace)
