@@ -52,11 +52,11 @@ def test_a_misspelt_input_does_not_make_its_scale_wrong(tmp_path: Path) -> None:
     assert "no column `imge`" in problem
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
-def test_a_scale_that_makes_no_numbers(scale: float, tmp_path: Path) -> None:
+def test_a_scale_that_makes_no_numbers(tmp_path: Path) -> None:
+    """Those that are no numbers themselves are refused in any key of the job."""
     write(tmp_path)
-    (problem,) = problems(tmp_path, scale={"x": scale})
-    assert problem.startswith(f"data.scale: `x` is divided by {scale:g}")
+    (problem,) = problems(tmp_path, scale={"x": 0.0})
+    assert problem.startswith("data.scale: `x` is divided by 0")
 
 
 def test_text_is_no_input(tmp_path: Path) -> None:
