@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verbund import cli, task
+from verbund import task
+from verbund.__main__ import main
 from verbund.cluster.local import LocalCluster
 from verbund.job import Job
 from verbund.run import Run
@@ -136,21 +137,22 @@ Command = Callable[..., Ended]
 @pytest.fixture
 def command(
     tmp_path: Path, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Command]:
+) -> Command:
     """Runs `verbund …` in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "_processes", lambda: doctor.Finding("two workers", "ok", "not tried here"))
-    terminate = signal.getsignal(signal.SIGTERM)
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["verbund", *arguments])
         capfd.readouterr()
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main()
+        for number, handler in former.items():
+            signal.signal(number, handler)
         return Ended(int(left.value.code or 0), *capfd.readouterr())
 
-    yield run
-    signal.signal(signal.SIGTERM, terminate)
+    return run
 
 
 def losses(run: Run) -> list[float]:

@@ -72,6 +72,7 @@ def test_a_key_below_a_value_that_was_left_short() -> None:
         ("data.loaders", 99, "must be a whole number at least 0 and at most 64, but is 99."),
         ("data.image_size", [1], "must be a list of 2 whole numbers greater than 0, e.g. `[32, 32]`, but is [1]."),
         ("data.scale", 255.0, "a table of numbers, e.g. `{ image = 255.0 }`, but is 255.0."),
+        ("data.scale", {"image": math.nan}, "a table of numbers, e.g. `{ image = 255.0 }`, but is { image = nan }."),
         ("data.input", ["a", 2], 'must be text or a list of texts, but is ["a", 2].'),
         ("strategy.mesh", 2, "a table of whole numbers, e.g. `{ data = 2 }`, but is 2."),
         ("strategy.mesh.data", "two", 'but is { data = "two" }.'),

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from verbund import plain_json
 from verbund.errors import InputError, Interrupted, VerbundError
+from verbund.interrupts import Interrupt
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _named(error: BaseException) -> VerbundError:
     """The error as one of ours. An exception that nobody foresaw is a defect of this program."""
     if isinstance(error, VerbundError):
         return error
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, Interrupt)):
         return Interrupted("interrupted")
     if (usage := _usage(error)) is not None:
         return usage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,6 +10,7 @@ import typer
 
 from verbund.answer import Answer, Output
 from verbund.errors import InputError, Interrupted
+from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job, parse_changes, parse_strategy
 
 if TYPE_CHECKING:
@@ -310,14 +310,13 @@ def main() -> NoReturn:
     """Runs the command; an error becomes one short paragraph and the exit status of its kind."""
     arguments = sys.argv[1:]
     output = Output(arguments)
-    # SIGTERM is Ctrl-C to everything here; what trains or evaluates handles both itself.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         answer = app(arguments or ["--help"], prog_name="verbund", standalone_mode=False)
         if answer == Interrupted.exit_status:  # how the parser hands a KeyboardInterrupt on
             raise KeyboardInterrupt
-    except (Exception, KeyboardInterrupt) as error:
-        sys.exit(output.error(KeyboardInterrupt() if isinstance(error, typer.Abort) else error))
+    except (Exception, KeyboardInterrupt, Interrupt) as error:
+        with Interrupts():  # what is said is said whole
+            sys.exit(output.error(KeyboardInterrupt() if isinstance(error, typer.Abort) else error))
     # An exit status is what `--help` and `--version` leave.
     sys.exit(output.answer(answer) if isinstance(answer, Answer) else answer if arguments else 2)
 

@@ -202,7 +202,9 @@ def _hint(job: Section, place: _Place) -> str:
 
 def _meant(annotation: Any, value: Any) -> str | None:
     """For a misspelt choice: the one that was meant."""
-    choices = [c for part in _members(annotation) if get_origin(part) is Literal for c in get_args(part)]
+    choices = [
+        c for part in _members(annotation) if get_origin(part) is Literal for c in get_args(part) if isinstance(c, str)
+    ]
     if not isinstance(value, str):
         return None
     synonym = _CHOICE_SYNONYMS.get(value.lower(), value)
@@ -235,7 +237,7 @@ def _kind(annotation: Any, metadata: list[Any]) -> str:
     inner = get_args(annotation)
     match get_origin(annotation):
         case origin if origin is Literal:
-            listed = [f'"{choice}"' for choice in inner]
+            listed = [as_toml(choice) for choice in inner]
             return f"{', '.join(listed[:-1])} or {listed[-1]}" if len(listed) > 1 else listed[0]
         case origin if origin is list:
             return f"a list of {_plural(inner[0])}"

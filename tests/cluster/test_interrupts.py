@@ -76,7 +76,7 @@ def test_twice_while_training(make_job: MakeJob, tmp_path: Path, temporary: Path
         time.sleep(0.3)
     assert "interrupted twice" in ended(command, temporary)
     assert not any(map(alive, workers))
-    assert Run.open(tmp_path / "run").summary["status"] == "failed"
+    assert Run.open(tmp_path / "run").summary["status"] == "interrupted"
 
 
 def test_once_more_while_saving(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:

@@ -53,6 +53,7 @@ def test_a_misspelt_input_does_not_make_its_scale_wrong(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_makes_no_numbers(tmp_path: Path) -> None:
+    """Those that are no numbers themselves are refused in any key of the job."""
     write(tmp_path)
     (problem,) = problems(tmp_path, scale={"x": 0.0})
     assert problem.startswith("data.scale: `x` is divided by 0")

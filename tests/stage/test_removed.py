@@ -88,4 +88,4 @@ def test_the_command_says_so(make_job: MakeJob, tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "was removed or renamed" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert json.loads(ended.stdout)["cause"]["what"] == "was removed or renamed while the run was trained"
+    assert "was removed or renamed" in json.loads(ended.stdout)["cause"]["what"]
