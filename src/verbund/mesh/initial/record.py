@@ -95,7 +95,8 @@ class Recorded:
                 their place (the values themselves, or a copy of a part), or None to leave the tensor on meta.
 
         Raises:
-            NotRecordable: if an operation behaves differently than it did on the meta device.
+            NotRecordable: if an operation fails, or its result has another layout than was foreseen. The model is
+                of no use then.
         """
         if self._operations is None:
             raise RuntimeError("a recording can be filled once")
@@ -164,19 +165,34 @@ def _finished(recorder: Recorder, model: nn.Module, seed: int) -> Recorded:
         target = _Target(tensor, Ref.of(ours, recorder.number(ours)), label)
         if tensor.grad_fn is not None:
             raise NotRecordable(f"{target} is computed from parameters, with a gradient")
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise NotRecordable(f"{target} has a hook on its gradient")
+        if tensor.grad is not None or tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise NotRecordable(f"{target} has a gradient, or a hook on it")
         targets.append(target)
     _check_apart(targets)
     recorder.check_shared()
     for target in targets:
         plain = target.ref.on(recorder.storages[target.ref.storage])
-        _become(target.tensor, plain)
+        if isinstance(target.tensor, Hollow):
+            _become(target.tensor, plain)
+        else:
+            target.tensor = _exchanged(model, target.tensor, plain)
     return Recorded(model, seed, recorder.operations, targets, recorder.sizes(), list(recorder.generators.ends()))
 
 
+def _exchanged(model: nn.Module, tensor: Tensor, plain: Tensor) -> Tensor:
+    """Puts `plain` into the places that a tensor from outside has in the model; outside it stays as it is."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    made = nn.Parameter(plain, tensor.requires_grad) if is_parameter else plain.requires_grad_(tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    for module in model.modules():
+        for places in (module._parameters, module._buffers):
+            for name in [name for name, held in places.items() if held is tensor]:
+                places[name] = made  # type: ignore[assignment]
+    return made
+
+
 def _become(tensor: Tensor, plain: Tensor) -> None:
-    """Makes a hollow tensor a plain one, or a plain one another, for all who hold it."""
+    """Gives a tensor the memory of `plain`, for all who hold it; a hollow one becomes plain."""
     torch._C._swap_tensor_impl(tensor, plain.requires_grad_(tensor.requires_grad))
     if isinstance(tensor, Hollow):
         tensor.__class__ = nn.Parameter if tensor.__dict__.pop("_is_param", False) else Tensor  # type: ignore[assignment]

@@ -189,7 +189,7 @@ class Store:
         """Calls it on the storages that are held.
 
         Raises:
-            NotRecordable: if it returns another geometry than it did when it was recorded.
+            NotRecordable: if it fails, or returns another geometry than it did when it was recorded.
         """
         replaced = {r.storage for r in operation.writes if operation.replaces(r.storage, self._sizes[r.storage])}
 
@@ -197,7 +197,15 @@ class Store:
             return self.tensor(ref, ref.storage in replaced)
 
         arguments, named = self.arguments(operation.arguments, operation.named, tensor)
-        for result, ref in zip(tensors(operation.call(*arguments, **named)), operation.made, strict=False):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(operation.default)
+        try:
+            results = operation.call(*arguments, **named)
+        except Exception as error:
+            raise NotRecordable(f"`{operation.call}` fails: {error}") from error
+        finally:
+            torch.set_default_dtype(default)
+        for result, ref in zip(tensors(results), operation.made, strict=False):
             if ref is None:
                 continue
             if not ref.fits(result):

@@ -92,6 +92,8 @@ class Operation:
     overwrites: bool
     """It does not read what it writes."""
     draw: Draw | None = None
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
+    """What torch made of numbers without a type at that time."""
     touched: list[Ref] = field(init=False)
     """All that it writes or makes."""
 
