@@ -477,6 +477,53 @@ def test_any_model(layers: list[Any], changes: list[Any], seed: int) -> None:
     check(build, seed)
 
 
+VIEWS = st.sampled_from([
+    lambda t: t,
+    lambda t: t[:2],
+    lambda t: t[1:, ::2],
+    lambda t: t.T,
+    lambda t: t[3],
+    lambda t: t.view(-1)[5:11],
+    lambda t: t.detach(),
+    lambda t: t.flatten(),
+])  # fmt: skip
+STATEMENTS = st.sampled_from([
+    lambda a, b: a.normal_(),
+    lambda a, b: a.uniform_(-1, 1),
+    lambda a, b: a.fill_(0.5),
+    lambda a, b: a.mul_(2.0),
+    lambda a, b: a.add_(b.sum()),
+    lambda a, b: a.copy_(b.mean() + torch.rand(())),
+    lambda a, b: a.copy_(torch.rand(a.shape) * b.max()),
+    lambda a, b: a.bernoulli_(b.clone().flatten()[0].sigmoid()),
+    lambda a, b: torch.mul(a, 0.5, out=a),
+    lambda a, b: a.zero_().add_(torch.randperm(a.numel()).view(a.shape)),
+    lambda a, b: torch.randn(20),
+    lambda a, b: torch.multinomial(b.clone().flatten().abs() + 0.1, 3),
+])  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    statements=st.lists(
+        st.tuples(STATEMENTS, st.integers(0, 4), VIEWS, st.integers(0, 4), VIEWS, st.booleans()), max_size=25
+    ),
+    kept=st.lists(st.integers(0, 4), unique=True, min_size=1),
+    cast=st.booleans(),
+)
+def test_any_order_of_draws_changes_and_copies(statements: list[Any], kept: list[int], cast: bool) -> None:
+    def build() -> nn.Module:
+        pool = [torch.zeros(4, 5) for _ in range(5)]
+        for statement, to, write, source, read, copied in statements:
+            statement(write(pool[to]), read(pool[source]))
+            if copied:
+                pool[to] = pool[source].clone()
+        model = nn.ParameterList([pool[index] for index in kept])
+        return model.half() if cast else model
+
+    check(build)
+
+
 # -- language models -------------------------------------------------------------------------------------------------
 
 
