@@ -111,7 +111,7 @@ def test_other_samples_are_told(run_job: RunJob, tmp_path: Path) -> None:
     assert any("the training data have changed" in note for note in notes)
     assert any("`seed` was 0 and is 3 now" in note for note in notes)
     again = launch.resume(run.path, {"train.steps": 9})
-    assert sum("changed" in event["text"] for event in _events(again, "note")) == 1
+    assert sum("training data have changed" in event["text"] for event in _events(again, "note")) == 1
 
 
 def damage(path: Path) -> None:

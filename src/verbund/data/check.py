@@ -98,7 +98,7 @@ class _Check:
         inputs = names_of(self._data.input)
         unknown = [name for name in inputs if name not in self._manifest.names]
         for name, scale in self._data.scale.items():
-            if scale == 0 or not math.isfinite(scale):
+            if scale == 0:
                 what = f"`{name}` is divided by {scale:g}"
                 problems.append(Problem("data.scale", what, "Give a finite number other than 0"))
             if name not in inputs and not (unknown and name in self._manifest.names):
