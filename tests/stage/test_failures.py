@@ -190,13 +190,13 @@ def test_the_warm_server_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "result", "where"),
     [
-        ("def inputs(batch):", "computing (step 2)"),
-        ("def metrics(output, targets):", "validating (step 2)"),
+        ("def inputs(batch):", 'batch["x"]', "computing (step 2)"),
+        ("def metrics(output, targets):", "{}", "validating (step 2)"),
     ],
 )
-def test_what_a_killed_worker_did(change: str, where: str, run_job: RunJob) -> None:
+def test_what_a_killed_worker_did(change: str, result: str, where: str, run_job: RunJob) -> None:
     # Its signs of life come too seldom to tell.
     task = (
         MLP
@@ -210,7 +210,7 @@ STEPS = []
     STEPS.append(0)
     if RUN.exists() and (len(STEPS) == 4 or "metrics" in globals()):  # not in the dry run
         os.kill(os.getpid(), signal.SIGKILL)
-    return batch["x"]
+    return {result}
 """
     )
     changes = {"validate.every": 2, "data.validation_fraction": 0.2, "cluster.heartbeat": 100.0}
