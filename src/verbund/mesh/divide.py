@@ -15,7 +15,7 @@ from verbund.errors import InputError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
-from verbund.mesh.held import Cut, Held
+from verbund.mesh.held import Cut, Held, become
 from verbund.mesh.pipeline import cut as cuts
 from verbund.mesh.pipeline import schedule
 from verbund.mesh.pipeline.run import Pipeline
@@ -53,6 +53,7 @@ class Divided:
         shards: the axis `shard`.
         pipeline: the axis `pipeline`.
         tied: trained parameters that several stages hold, and the workers that do.
+        away: names of parameters and buffers that this worker needs none of.
     """
 
     held: list[Held]
@@ -65,6 +66,23 @@ class Divided:
     shards: Shards | None = None
     pipeline: Pipeline | None = None
     tied: list[tuple[Group, list[Held]]] = field(default_factory=list)
+    away: set[str] = field(default_factory=set)
+
+    def load(self, name: str, values: Tensor, device: torch.device) -> Tensor | None:
+        """Takes this worker's part of the first values of a parameter or buffer of a model that was built without any.
+
+        Returns:
+            What takes the tensor's place in the model, unless that has been seen to.
+        """
+        held = next((held for held in self.held if held.name == name), None)
+        if held is None:
+            return None if name in self.away else values.to(device)
+        share = values if held.tensor_cut is None else held.tensor_cut.share(values)
+        if self.shards is not None:
+            self.shards.load(name, share)
+        else:
+            become(held.parameter, share.to(device, copy=True))
+        return None
 
     @property
     def trained(self) -> list[Held]:
@@ -327,6 +345,7 @@ def _cut_layers(
         if mine.intersection(stages):
             kept.append(replace(held, stages=stages))
         else:
+            made.away.add(held.name)
             away[id(held.parameter)] = nn.Parameter(held.parameter.data.to("meta"), requires_grad=False)
     layers.replace_parameters(model, away)
     for name, buffer in list(model.named_buffers()):
@@ -334,6 +353,7 @@ def _cut_layers(
         stages = tuple(found.stages_of(name, firsts)) if name in found.used else (0,)
         if name in found.used and not mine.intersection(stages):
             model.get_submodule(owner)._buffers[key] = buffer.to("meta")
+            made.away.add(name)
         if min(stage % mesh.pipeline for stage in stages) != mesh.place("pipeline"):
             made.buffers.discard(name)
     made.held = kept

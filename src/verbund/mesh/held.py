@@ -53,6 +53,11 @@ class Cut:
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
 
 
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Gives a tensor the memory and device of another, for all who hold it."""
+    torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
+
+
 def cut(name: str, size: int, dim: int, parts: int | list[int], units: int | None, worker: int, workers: int) -> Cut:
     """Checks that a dimension of `size` can be cut so.
 

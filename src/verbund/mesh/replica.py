@@ -20,7 +20,7 @@ from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
-from verbund.mesh import activation_checkpointing, batch_statistics, optimizer, schedule
+from verbund.mesh import activation_checkpointing, batch_statistics, initial, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
@@ -51,6 +51,7 @@ class Replica:
         doing: is told what the process does from now on.
         example: some samples, where the mesh divides the model.
         costs: of each layer, for pipeline stages.
+        deferred: build the model without values and fill only this worker's part, if its constructor allows it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Replica:
         doing: Doing = lambda *_: None,
         example: Batch | None = None,
         costs: list[float] | None = None,
+        deferred: bool = False,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -73,7 +75,8 @@ class Replica:
         seed_everything(job.seed)
         if not job.train.compile:
             optimizer.without_dynamo()
-        model = task.build().to(self.device)
+        recorded = _recorded(task, job.seed) if deferred and mesh.divides_model else None
+        model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
@@ -91,6 +94,8 @@ class Replica:
             refuse(job, mesh, self.statistics)
             call_example = example_call(task, example.columns)
             self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
+            if recorded is not None:
+                recorded.fill(lambda name, values: self.divided.load(name, values, self.device))
         else:
             self.divided = whole(model)
         divided = self.divided
@@ -566,6 +571,14 @@ class Replica:
             where="train",
             fix=fix,
         )
+
+
+def _recorded(task: Task, seed: int) -> initial.Recorded | None:
+    try:
+        return initial.record(task.build, seed)
+    except initial.NotRecordable:
+        seed_everything(seed)
+        return None
 
 
 def _first(held: Held) -> bool:

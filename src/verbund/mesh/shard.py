@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group, Work
-from verbund.mesh.held import Held
+from verbund.mesh.held import Held, become
 from verbund.mesh.tensor.traffic import Traffic
 from verbund.randomness.override import Override
 
@@ -33,14 +33,26 @@ class _Share:
         self.rows = -(-count // group.world)
         self.low, self.high = min(self.rows * group.rank, count), min(self.rows * (group.rank + 1), count)
         self.size = self.rows * self.width
-        self.whole = parameter.data.contiguous()
-        own = self.whole if not parameter.dim() else self.whole[self.low : self.high]
-        if not parameter.dim() and self.high == self.low:
-            own = own.new_empty(0)
-        self.values = nn.Parameter(own.clone(), requires_grad=parameter.requires_grad)
-        self.nothing = parameter.data.new_empty((0,) * max(parameter.dim(), 1))
-        self.bytes = self.whole.untyped_storage().nbytes()
+        device = group.device
+        self.nothing = torch.empty((0,) * max(parameter.dim(), 1), dtype=parameter.dtype, device=device)
+        rows = self.high - self.low
+        shape = (rows, *parameter.shape[1:]) if parameter.dim() else (() if rows else (0,))
+        self.values = nn.Parameter(self.nothing.new_empty(shape), requires_grad=parameter.requires_grad)
+        if parameter.is_meta:
+            self.whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            self.bytes = self.whole.untyped_storage().nbytes()
+            self.whole.untyped_storage().resize_(0)
+            become(parameter, self.nothing.clone())
+        else:
+            self.whole = parameter.data.contiguous()
+            self.bytes = self.whole.untyped_storage().nbytes()
+            self.load(self.whole)
         self.used = False
+
+    def load(self, whole: Tensor) -> None:
+        """Takes this worker's rows of the parameter's first values."""
+        with torch.no_grad():
+            self.values.copy_(whole[self.low : self.high] if whole.dim() else whole.expand(self.values.shape))
 
     def free(self) -> None:
         self.parameter.data = self.nothing
@@ -219,6 +231,7 @@ class Shards:
         self._sums = group
         self._last = True
         shares = {id(h.parameter): _Share(h, group) for h in held}
+        self._by_name = {share.held.name: share for share in shares.values()}
         self.held = [h.sharded((s := shares[id(h.parameter)]).values, (s.low, s.high)) for h in held]
         self._of_block: list[_Unit] = []
         for block in blocks(model):
@@ -264,6 +277,10 @@ class Shards:
             unit.reduce()
             if self.level == 3 and id(unit) in self._places:
                 unit.free()
+
+    def load(self, name: str, whole: Tensor) -> None:
+        """Takes this worker's rows of a parameter's first values, where the model was built without any."""
+        self._by_name[name].load(whole)
 
     def begin(self) -> None:
         """A new step: no gradients."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.job import Job
-from verbund.mesh import divide
+from verbund.mesh import divide, initial
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
@@ -103,6 +103,16 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
         divide.cut_operations(model, task, whole, peers, randomness, call_example)
         notes += divide.uneven(whole)
     return Fit(need.of(mesh, largest), costs, _others(mesh, need), notes)
+
+
+def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
+    """Whether the model can be built without values and filled part by part, so that no worker ever holds it whole."""
+    try:
+        initial.record(task.build, seed).fill(lambda *_: None)
+    except initial.NotRecordable as error:
+        notes.append(f"Every worker builds the whole model before it keeps its part: {error}")
+        return False
+    return True
 
 
 def measure(replica: Replica, task: Task, layers: Layers, batch: Batch) -> list[float]:

@@ -64,7 +64,8 @@ class Island:
             samples = self.train_set if len(self.train_set) else self.validation_set
             assert samples is not None
             example = example_of(samples)
-        return Replica(self.task, self.job, self.mesh, self.groups, worker.doing, example, worker.settings.get("costs"))
+        costs, deferred = worker.settings.get("costs"), bool(worker.settings.get("deferred", True))
+        return Replica(self.task, self.job, self.mesh, self.groups, worker.doing, example, costs, deferred)
 
     @staticmethod
     def join(worker: Worker) -> Island:

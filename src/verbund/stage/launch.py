@@ -50,6 +50,8 @@ class Facts:
     notes: list[str]
     costs: list[float] | None
     """Seconds of each layer at which a pipeline may be cut."""
+    deferred: bool
+    """Whether workers can build their parts of the model alone."""
     other_meshes: dict[str, int]
     """What a worker would need under other meshes of as many workers, in bytes."""
 
@@ -520,6 +522,7 @@ def _train(
         checkpoint=str(source) if source else None,
         total_steps=facts.total_steps,
         costs=facts.costs,
+        deferred=facts.deferred,
         data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)

@@ -17,9 +17,10 @@ from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, nearest
 from verbund.job import Job
 from verbund.mesh import device, optimizer, schedule
+from verbund.mesh.axes import Mesh
 from verbund.observe.memory import peak_bytes
 from verbund.stage.dry_run import DryRun
-from verbund.stage.fit import examine, need_of
+from verbund.stage.fit import can_be_deferred, examine, need_of
 from verbund.stage.validate import wanted
 
 
@@ -51,10 +52,12 @@ def work(worker: Worker) -> dict[str, Any]:
             where="train",
             fix="Give `data.validation_fraction`",
         )
+    notes: list[str] = []
+    deferred = Mesh.of(job.strategy.mesh, 0).divides_model and can_be_deferred(task, job.seed, notes)
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
-    notes = [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
+    notes += [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
     need = need_of(replica, max(peak_bytes() - before, 0), job.world)
     parameters = sum(p.numel() for p in replica.parameters)
     fit = examine(replica, task, job, dry.batch, need)
@@ -67,6 +70,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "worker_bytes": fit.worker_bytes,
         "other_meshes": fit.others,
         "costs": fit.costs,
+        "deferred": deferred,
         "notes": [*notes, *fit.notes],
     }
     return {"problems": [], "facts": facts}

@@ -56,7 +56,8 @@ def verify(
             folder = Path(scratch) / str(index)
             folder.mkdir()
             folders.append(str(folder))
-            settings = launch._settings(side, prepared, costs=facts.costs, folder_out=str(folder), steps=steps)
+            found_out = {"costs": facts.costs, "deferred": facts.deferred}
+            settings = launch._settings(side, prepared, **found_out, folder_out=str(folder), steps=steps)
             parts = launch._supervised(cluster, side, launch._workers(side, "verbund.stage.verifying:work", settings))
             for step in range(steps + 1):
                 checkpoint.commit(folder, step, [part["records"][step] for part in parts], {})

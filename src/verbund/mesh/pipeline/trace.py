@@ -122,9 +122,17 @@ class OnMeta(TorchFunctionMode):
 
     def meeting(self, func: Callable[..., Any], tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """A call with tensors on the meta device, and perhaps others."""
+        if getattr(func, "__name__", "") in _MOVES:
+            # There is nothing to move; only the type may change.
+            types = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
+            types += [x.dtype for x in (*args[1:], *kwargs.values()) if isinstance(x, Tensor)]
+            return args[0].to("meta", types[0] if types else args[0].dtype)
         if all(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         return func(*to_meta(args), **to_meta(kwargs))
+
+
+_MOVES = frozenset(("to", "cpu", "cuda"))
 
 
 class _Uses(OnMeta):
