@@ -177,8 +177,9 @@ class Train(Section):
     schedule: Annotated[Schedule, Field(examples=[{"name": "cosine", "warmup": 100}])] = Schedule()
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Upper bound of the global norm of the gradients."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the forward and backward pass; weights and optimiser stay in float32."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Type of the forward and backward pass; weights and optimiser stay in float32. `fp64`: all in float64, to tell
+    rounding from error."""
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0
     """fp16 only: first loss scale; halved when gradients overflow, doubled after 2000 steps without."""
     activation_checkpointing: Names | bool = False

@@ -22,7 +22,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -147,6 +147,22 @@ def _bound(node: ast.AST) -> Iterator[str]:
             yield from _bound(child)
 
 
+def in_float64(task: Task) -> Task:
+    """The same task with the model's weights, its inputs and the targets in float64, where they are floating-point."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def doubled(value: Any) -> Any:
+        return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return replace(
+        task,
+        model=lambda: task.model().double(),
+        inputs=lambda batch: tree_map(doubled, task.inputs(batch)),
+        targets=lambda batch: tree_map(doubled, task.targets(batch)),
+    )
+
+
 def load(job: Job, columns: Sequence[str] = ()) -> Task:
     """Runs the task file, or finds the Hugging Face model, and fills in what the job names.
 
@@ -157,6 +173,11 @@ def load(job: Job, columns: Sequence[str] = ()) -> Task:
     Raises:
         TaskError: if the file cannot be run, has no `model`, or asks for what is not offered.
     """
+    task = _loaded(job, columns)
+    return in_float64(task) if job.train.precision == "fp64" else task
+
+
+def _loaded(job: Job, columns: Sequence[str]) -> Task:
     for problem in check(job):
         raise TaskError(problem.what, where=problem.where, fix=problem.fix)
     if job.task.startswith(HUGGING_FACE):

@@ -112,6 +112,12 @@ class Division:
     micro_batch: int = 0
     passes: int = 1
 
+    @staticmethod
+    def passes_of(mesh: Mesh) -> int:
+        """Into how many passes a share is divided where nobody says: in a pipeline so many that its stages have work at
+        the same time."""
+        return 4 * mesh.pipeline if mesh.pipeline > 1 else 1
+
     def share(self, size: int, worker: int) -> tuple[int, int]:
         """The half-open range of a global batch of `size` samples that `worker` computes; may be empty."""
         units = -(-size // self.unit)

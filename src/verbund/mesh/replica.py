@@ -113,7 +113,7 @@ class Replica:
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
-        self.division = Division(mesh.batch_workers, unit, job.train.micro_batch, self._micro_batches(job))
+        self.division = Division(mesh.batch_workers, unit, job.train.micro_batch, Division.passes_of(mesh))
         self._synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
             self._synchronised = batch_statistics.synchronise(
@@ -129,10 +129,6 @@ class Replica:
         for column in divided.columns:
             column.local = self._local_logits
         self._call: Callable[..., Any] = torch.compile(model) if job.train.compile else model
-
-    def _micro_batches(self, job: Job) -> int:
-        """How many forward passes a pipeline wants at least, so that its stages have work at the same time."""
-        return 4 * self.mesh.pipeline if self.mesh.pipeline > 1 else 1
 
     @property
     def speaks(self) -> bool:
@@ -395,7 +391,7 @@ class Replica:
         )
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.train.precision == "fp32":
+        if self.train.precision in ("fp32", "fp64"):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=_TYPES[self.train.precision])
 

@@ -45,6 +45,8 @@ class _Share:
             become(parameter, self.nothing.clone())
         else:
             self.whole = parameter.data.contiguous()
+            if not self.whole.untyped_storage().resizable():  # mapped from a file
+                self.whole = self.whole.clone()
             self.bytes = self.whole.untyped_storage().nbytes()
             self.load(self.whole)
         self.used = False

@@ -25,7 +25,6 @@ from verbund.stage.saving import shared
 
 # A tensor whose gradient is (nearly) zero by nature, as a key's bias, is held to the size of the others.
 _FLOOR = 1e-3
-_EPSILON = torch.finfo(torch.float32).eps
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -129,11 +128,16 @@ def compare(worker: Worker) -> dict[str, Any]:
                 a, b = (side.read(kind, name).double() for side in sides)
                 moved = b if kind == "gradients" or not step else b - starts[1].read(kind, name).double()
                 # What is added to a parameter is rounded to its last digit, in every step.
-                rounding = _EPSILON * step * b.abs() if kind != "gradients" else torch.zeros(())
+                epsilon = _epsilon(sides[1].dtype(kind, name)) if kind != "gradients" else 0.0
+                rounding = epsilon * step * b.abs()
                 difference = _difference(a, b, moved, scale, rounding, fused.get(name))
                 if not difference <= worst_of["difference"]:  # not a number counts as the worst
                     worst_of.update(difference=difference, tensor=name, step=step)
     return {"worst": worst, "missing": missing}
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _global_rms(side: Checkpoint, start: Checkpoint, kind: str, names: list[str]) -> float:

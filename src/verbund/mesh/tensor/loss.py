@@ -57,7 +57,9 @@ class _VocabularyParallel:
         if bool((counted & ~valid).any()):
             # The ordinary loss finds the words for it.
             return self._loss(logits.new_zeros((*logits.shape[:-1], classes)), targets)
-        local: Tensor = _CrossEntropy.apply(logits.float(), targets, low, self._axis)  # type: ignore[no-untyped-call]
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        local: Tensor = _CrossEntropy.apply(logits, targets, low, self._axis)  # type: ignore[no-untyped-call]
         total = (local * counted).reshape(len(targets), -1).sum(1)
         return Sums(total, counted.reshape(len(targets), -1).sum(1).to(total.dtype))
 
