@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
@@ -56,7 +58,7 @@ class Fit:
 
     Args:
         worker_bytes: of the worker that needs most, estimated unless nothing is divided.
-        costs: seconds of each layer's forward pass, where there is a pipeline.
+        costs: seconds of each layer's forward and backward pass, where there is a pipeline.
         others: meshes of as many workers in which a worker needs less, with what it would need.
         notes: for the user.
     """
@@ -116,31 +118,52 @@ def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
 
 
 def measure(replica: Replica, task: Task, layers: Layers, batch: Batch) -> list[float]:
-    """Seconds that each layer's forward pass takes, the fastest of some; what is before the first belongs to it."""
+    """Seconds that each layer's forward and backward pass take, the fastest of some; what is before the first layer
+    belongs to it, and what is after the last, the loss too, to the last."""
     model = replica.model
-    begins: list[float] = []
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(lambda *_: begins.append(time.perf_counter()))
-        for path in layers.paths
-    ]
+    forward: list[float] = []
+    backward: list[tuple[int, float]] = []
+
+    def follow(index: int, module: nn.Module) -> list[Any]:
+        def begins(*_: Any) -> None:
+            forward.append(time.perf_counter())
+
+        def ends(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            if tensors:
+                tensors[0].register_hook(lambda _: backward.append((index, time.perf_counter())))  # type: ignore[no-untyped-call]
+
+        return [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
+
+    handles = [h for index, path in enumerate(layers.paths) for h in follow(index, model.get_submodule(path))]
     columns = {name: value.to(replica.device) for name, value in batch.columns.items()}
-    best: list[float] | None = None
+    best: list[float] = []
     try:
         model.train()
         for _ in range(_REPEATS):
-            begins.clear()
-            inputs = task.inputs(columns)
-            with torch.no_grad(), replica.randomness.active(0, torch.from_numpy(batch.ids)):
-                start = time.perf_counter()
-                call(model, inputs)
-                end = time.perf_counter()
-            moments = [start, *begins[1:], end]
-            taken = [b - a for a, b in pairwise(moments)]
-            best = taken if best is None else [min(pair) for pair in zip(best, taken, strict=True)]
+            forward.clear()
+            backward.clear()
+            inputs, targets = task.inputs(columns), task.targets(columns)
+            start = time.perf_counter()
+            with replica.randomness.active(0, torch.from_numpy(batch.ids)):
+                total = task.loss(call(model, inputs), targets).total.sum()
+            middle = time.perf_counter()
+            total.backward()  # type: ignore[no-untyped-call]
+            end = time.perf_counter()
+            model.zero_grad(set_to_none=True)
+            taken = [b - a for a, b in pairwise([start, *forward[1:], middle])]
+            arrivals = dict(backward)
+            moment = middle
+            for index in range(len(taken) - 1, 0, -1):
+                # When the gradient of the layer before is there, this one's backward pass is over.
+                done = arrivals.get(index - 1, moment)
+                taken[index] += max(done - moment, 0.0)
+                moment = max(done, moment)
+            taken[0] += end - moment
+            best = [min(pair) for pair in zip(best, taken, strict=True)] if best else taken
     finally:
-        for hook in hooks:
-            hook.remove()
-    assert best is not None
+        for handle in handles:
+            handle.remove()
     return best
 
 
