@@ -53,6 +53,18 @@ FUNCTIONS = (
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A model whose values lie in files, so that each worker can read its part alone."""
+
+    bare: Callable[[], nn.Module]
+    """Builds the model as if there were no files."""
+    names: frozenset[str]
+    """The parameters and buffers that are in the files."""
+    read: Callable[[str], Tensor]
+    """One of them."""
+
+
+@dataclass(frozen=True)
 class Task:
     """The user's functions, with the job's names filled in where the file has none."""
 
@@ -70,6 +82,8 @@ class Task:
     """Which of the functions the file itself has."""
     tensor_plan: Callable[[], dict[str, Any]] | None = None
     pipeline_plan: Callable[[], list[str]] | None = None
+    saved: Saved | None = None
+    """Where `model` reads its values from files."""
 
     def build(self) -> nn.Module:
         """Calls the user's `model()`.
@@ -152,12 +166,18 @@ def in_float64(task: Task) -> Task:
     import torch
     from torch.utils._pytree import tree_map
 
+    saved = task.saved
+    if saved is not None:
+        bare = saved.bare
+        saved = replace(saved, bare=lambda: bare().double())
+
     def doubled(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return replace(
         task,
         model=lambda: task.model().double(),
+        saved=saved,
         inputs=lambda batch: tree_map(doubled, task.inputs(batch)),
         targets=lambda batch: tree_map(doubled, task.targets(batch)),
     )

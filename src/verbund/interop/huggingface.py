@@ -25,7 +25,7 @@ from verbund.data.prepare import cache_of, names_of
 from verbund.errors import Problem, TaskError
 from verbund.interop import smollm2
 from verbund.job import Data, Job
-from verbund.task import HUGGING_FACE, Columns, Task, column_of, default_targets
+from verbund.task import HUGGING_FACE, Columns, Saved, Task, column_of, default_targets
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -155,7 +155,33 @@ def load(job: Job) -> Task:
         validation_dataset=None,
         couples=False,
         own=frozenset(("model", "inputs", "targets")),
+        saved=_saved(path, kind),
     )
+
+
+def _saved(path: Path, kind: str) -> Saved | None:
+    """The weights in a folder, tensor by tensor."""
+    from safetensors import safe_open
+
+    files: dict[str, Any] = {}
+    for file in _weights(path):
+        opened: Any = safe_open(file, framework="pt")
+        files |= dict.fromkeys(opened.keys(), opened)
+    if not files:
+        return None
+    return Saved(lambda: _bare(path, kind), frozenset(files), lambda name: files[name].get_tensor(name))
+
+
+def _bare(path: Path, kind: str) -> nn.Module:
+    """The model with its constructor's own values."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config.use_cache = False
+    builder: Any = getattr(transformers, kind)
+    model: nn.Module = builder.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return model
 
 
 def skeleton(job: Job) -> nn.Module:
@@ -181,11 +207,11 @@ def _model(path: Path, kind: str) -> nn.Module:
     wanted: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
+        if not _weights(path):
+            return _bare(path, kind)
         config = transformers.AutoConfig.from_pretrained(path, **local)
         config.use_cache = False
-        if not _weights(path):
-            model: nn.Module = builder.from_config(config, **wanted)
-            return model
+        model: nn.Module
         model, found = builder.from_pretrained(
             path, config=config, use_safetensors=True, output_loading_info=True, **wanted, **local
         )

@@ -95,7 +95,7 @@ class Replica:
             call_example = example_call(task, example.columns)
             self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
             if recorded is not None:
-                recorded.fill(lambda name, values: self.divided.load(name, values, self.device))
+                recorded.fill(lambda name, values: self.divided.load(name, _first(task, name, values), self.device))
         else:
             self.divided = whole(model)
         divided = self.divided
@@ -478,7 +478,9 @@ class Replica:
                         yield from held.pieces(kind, f"{held.name}/{key}", value, held.primary)
                     else:
                         # Of a tensor in several boxes too there is one such number.
-                        yield Piece.whole(kind, f"{held.name}/{key}", value, held.primary and alone and _first(held))
+                        yield Piece.whole(
+                            kind, f"{held.name}/{key}", value, held.primary and alone and _first_share(held)
+                        )
 
     def pipeline_plan(self, size: int) -> dict[str, Any]:
         """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
@@ -571,13 +573,35 @@ class Replica:
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:
     try:
-        return initial.record(task.build, seed)
+        return record(task, seed)
     except initial.NotRecordable:
         seed_everything(seed)
         return None
 
 
-def _first(held: Held) -> bool:
+def record(task: Task, seed: int) -> initial.Recorded:
+    """The model without values.
+
+    Raises:
+        NotRecordable: if its constructor needs them, or its files have none for some parameter.
+    """
+    if task.saved is None:
+        return initial.record(task.build, seed)
+    recorded = initial.record(task.saved.bare, seed)
+    for name, _ in recorded.model.named_parameters():
+        if name not in task.saved.names:
+            raise initial.NotRecordable(f"`{name}` is not in the model's files under this name")
+    return recorded
+
+
+def _first(task: Task, name: str, values: Tensor) -> Tensor:
+    """The first values of a parameter or buffer: the saved ones, if there are any."""
+    if task.saved is None or name not in task.saved.names:
+        return values
+    return task.saved.read(name).to(values.dtype)
+
+
+def _first_share(held: Held) -> bool:
     return held.tensor_cut is None or held.tensor_cut.worker == 0
 
 

@@ -20,7 +20,7 @@ from verbund.mesh import divide, initial
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
-from verbund.mesh.replica import Replica, call
+from verbund.mesh.replica import Replica, call, record
 from verbund.randomness import SampleRandomness
 from verbund.task import Task
 
@@ -110,7 +110,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
 def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
     """Whether the model can be built without values and filled part by part, so that no worker ever holds it whole."""
     try:
-        initial.record(task.build, seed).fill(lambda *_: None)
+        record(task, seed).fill(lambda *_: None)
     except initial.NotRecordable as error:
         notes.append(f"Every worker builds the whole model before it keeps its part: {error}")
         return False
