@@ -21,7 +21,7 @@ from verbund.__main__ import main
 from verbund.cluster.local import LocalCluster
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage import doctor, launch
+from verbund.stage import before, doctor, launch
 
 MLP = """
 from torch import nn
@@ -54,7 +54,7 @@ def shared_cluster(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch, request:
     def cluster(job: Job) -> Iterator[LocalCluster]:
         yield request.getfixturevalue("warm_transformers") if task.needs_transformers(job) else warm
 
-    monkeypatch.setattr(launch, "_cluster", cluster)
+    monkeypatch.setattr(before, "cluster_of", cluster)
     return warm
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import MLP, Command, MakeJob
 from verbund.run import Run
-from verbund.stage import launch
+from verbund.stage import before, launch
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_interrupted_before_a_run_exists(
         time.sleep(10)
 
     for name in ("prepare", "prepare_evaluated"):
-        monkeypatch.setattr(launch, name, interrupted)
+        monkeypatch.setattr(before, name, interrupted)
     for arguments in (
         ["train", "job.toml"],
         ["resume", "run", "--set", "train.steps=9"],

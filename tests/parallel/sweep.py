@@ -17,7 +17,7 @@ from parallel.layouts import CHECKPOINTS, MODELS, WORKERS, meshes
 from verbund.cluster.local import LocalCluster
 from verbund.errors import InputError, VerbundError
 from verbund.job import Job, parse_strategy
-from verbund.stage import launch
+from verbund.stage import before, launch
 from verbund.stage.verify import verify
 
 FILE = Path(__file__).parent.parent.parent / "docs" / "sweep.md"
@@ -31,7 +31,7 @@ def main() -> None:
     def cluster(job: Job) -> Iterator[LocalCluster]:
         yield warm
 
-    launch._cluster = cluster
+    before.cluster_of = cluster
     start = time.monotonic()
     try:
         table = {name: {mesh: layout(name, mesh) for n in WORKERS for mesh in meshes(n)} for name in MODELS}

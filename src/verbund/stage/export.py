@@ -12,7 +12,8 @@ from verbund.checkpoint import durable
 from verbund.cluster.process import ProcessSpec
 from verbund.errors import InputError, JobError, nearest
 from verbund.run import Run
-from verbund.stage import launch
+from verbund.stage import before, launch
+from verbund.stage.processes import supervised
 
 FORMS = ("hf", "state-dict", "safetensors")
 
@@ -49,7 +50,7 @@ def export(
     job = run.job
     if problems := task.check(job):
         raise JobError(problems)
-    source = launch._chosen(run, step)
+    source = launch.chosen(run, step)
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     settings = {
         "job": job.resolved(),
@@ -61,9 +62,9 @@ def export(
     }
     try:
         partial.mkdir(parents=True)
-        with launch._cluster(job) as cluster:
+        with before.cluster_of(job) as cluster:
             spec = ProcessSpec("worker", 0, 1, "verbund.stage.exporting:work", settings=settings)
-            (result,) = launch._supervised(cluster, job, [spec])
+            (result,) = supervised(cluster, job, [spec])
         partial.rename(target)  # over an empty folder, if there is one
     except OSError as error:
         raise InputError(durable.reason(error), where=str(target), fix="Choose another folder") from None

@@ -12,7 +12,8 @@ from verbund.cluster.process import ProcessSpec
 from verbund.errors import InputError
 from verbund.job import Job, parse_strategy
 from verbund.mesh.axes import Division, Mesh
-from verbund.stage import launch
+from verbund.stage import before
+from verbund.stage.processes import supervised, workers
 
 LIMITS = {"loss": 1e-5, "gradients": 1e-4, "parameters": 1e-4, "buffers": 1e-4}
 """The largest relative differences that pass, in float32."""
@@ -57,8 +58,8 @@ def verify(
     sides = [_plain(job, steps, None), _plain(job, steps, against or "")]
     if against is None and not job.train.micro_batch and job.train.batch_norm != "global":
         sides[1] = _with(sides[1], {"train.micro_batch": _samples_of_a_pass(sides[0])})
-    notify = launch._notify(quiet)
-    with launch._cluster(sides[0]) as cluster:
+    notify = before.notifier(quiet)
+    with before.cluster_of(sides[0]) as cluster:
         found = _compared(cluster, sides, steps, notify)
         if not found["passed"] and job.train.precision == "fp32" and not found["missing"]:
             notify("beyond the limits of float32: once more in float64")
@@ -67,19 +68,19 @@ def verify(
     return found
 
 
-def _compared(cluster: LocalCluster, sides: list[Job], steps: int, notify: launch.Notify) -> dict[str, Any]:
+def _compared(cluster: LocalCluster, sides: list[Job], steps: int, notify: before.Notify) -> dict[str, Any]:
     results, folders = [], []
     with tempfile.TemporaryDirectory(prefix="verbund-verify-") as scratch:
-        prepared = launch._prepared(sides[0], notify)
+        prepared = before.prepared_data(sides[0], notify)
         for index, side in enumerate(sides):
-            facts = launch._dry_run(cluster, side, prepared)
+            facts = before.dry_run(cluster, side, prepared)
             notify(f"{steps} steps under {_name(side)}")
             folder = Path(scratch) / str(index)
             folder.mkdir()
             folders.append(str(folder))
             found_out = {"costs": facts.costs, "deferred": facts.deferred}
-            settings = launch._settings(side, prepared, **found_out, folder_out=str(folder), steps=steps)
-            parts = launch._supervised(cluster, side, launch._workers(side, "verbund.stage.verifying:work", settings))
+            settings = before.settings_of(side, prepared, **found_out, folder_out=str(folder), steps=steps)
+            parts = supervised(cluster, side, workers(side, "verbund.stage.verifying:work", settings))
             for step in range(steps + 1):
                 checkpoint.commit(folder, step, [part["records"][step] for part in parts], {})
             results.append(parts)
@@ -116,7 +117,7 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
 
 def _compare(cluster: LocalCluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     spec = ProcessSpec("comparison", 0, 1, "verbund.stage.verifying:compare", settings=settings)
-    return launch._supervised(cluster, job, [spec])[0]
+    return supervised(cluster, job, [spec])[0]
 
 
 def _judged(

@@ -1,0 +1,192 @@
+"""One start of a training: workers, progress, checkpoints, and what the run comes to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from verbund import task
+from verbund.cluster.local import LocalCluster
+from verbund.cluster.process import Process
+from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.comm.wire import Message
+from verbund.data import schema
+from verbund.data.prepare import Prepared, needed
+from verbund.errors import ClusterLost, Interrupted, RunFailed, VerbundError
+from verbund.interrupts import Interrupts
+from verbund.job import Job
+from verbund.observe.energy import EnergyMeter
+from verbund.observe.events import Journal
+from verbund.observe.progress import Progress
+from verbund.run import Run
+from verbund.stage import continuing
+from verbund.stage.before import Facts, settings_of
+from verbund.stage.commits import Commits
+from verbund.stage.processes import with_trace, workers
+
+
+def attempt(
+    cluster: LocalCluster,
+    run: Run,
+    job: Job,
+    prepared: Prepared,
+    facts: Facts,
+    source: Path | None,
+    quiet: bool,
+    interrupts: Interrupts,
+    warnings: list[str] | None = None,
+) -> Run:
+    generation = run.begin_attempt()
+    keep_schema(run, job, prepared)
+    journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
+    progress = Progress(facts.total_steps, job.train.seconds, quiet)
+    commits = Commits(run, job.world, job.checkpoint, journal)
+    for note in [*facts.notes, *(warnings or [])]:
+        journal.event("note", text=note)
+        progress.message(note)
+    journal.event("membership", generation=generation, workers=job.world)
+
+    board = _board(run, job)
+    meter = EnergyMeter()
+    meter.start()
+
+    def handle(process: Process, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "progress":
+            meter.joules()  # often enough that no counter wraps unseen
+            progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
+            if board is not None:
+                board.step(fields["step"], fields["loss"], samples_per_second=fields["samples_per_second"])
+        elif message.kind == "validation":
+            progress.validation(fields["step"], fields["metrics"])
+            if board is not None:
+                board.validation(fields["step"], fields["metrics"])
+        elif message.kind == "saved":
+            if warning := commits.saved(fields):
+                progress.message(warning)
+        elif message.kind == "note":
+            journal.event("note", text=fields["text"])
+            progress.message(fields["text"])
+
+    settings = settings_of(
+        job,
+        prepared,
+        run=str(run.path.resolve()),
+        checkpoint=str(source) if source else None,
+        total_steps=facts.total_steps,
+        costs=facts.costs,
+        deferred=facts.deferred,
+        data=continuing.data_of(prepared),
+    )
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
+    start = time.monotonic()
+    status = "done"
+    cause: VerbundError | None = None
+    result: dict[str, Any] = {}
+    try:
+        result = supervisor.run(workers(job, "verbund.stage.train:work", settings, generation))[0]
+    except Failed as failed:
+        cause = with_trace(failed)
+        if isinstance(cause, ClusterLost):
+            go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
+            cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
+        for failure in failed.failures:
+            journal.event(
+                "failure",
+                process=failure.process,
+                error=failure.error.record(),
+                secondary=failure.secondary,
+                trace=failure.trace,
+            )
+    finally:
+        for warning in supervisor.warnings:
+            journal.event("note", text=warning)
+            progress.message(warning)
+        progress.close()
+        if board is not None:
+            board.close()
+    if (joules := meter.joules()) is not None:
+        journal.totals("energy", joules=joules, how=meter.how)
+    if cause is None:
+        cause = _not_kept(run, commits, result["steps"], generation, job.world)
+        if cause is None and result["stopped_by"] == "interrupt":
+            cause = _stopped(run, result)
+    if cause is not None:
+        status = "interrupted" if isinstance(cause, Interrupted) else "failed"
+    journal.event(
+        "stopped",
+        status=status,
+        cause=cause.record() if cause else None,
+        ended_by=result.get("stopped_by"),
+        seconds=round(time.monotonic() - start, 3),
+    )
+    journal.close()
+    try:
+        _sum_up(run, job, status, cause, result, [*commits.warnings, *supervisor.warnings])
+        if cause is not None:
+            cause.run = run.path
+    except VerbundError as error:
+        cause = cause or error  # the first one
+    if cause is not None:
+        raise cause
+    if interrupts.count:
+        raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
+    return run
+
+
+def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int) -> VerbundError | None:
+    """Why what was trained is not whole on disk, if so: then the run has failed, whatever the workers say."""
+    try:
+        run.check_there(*(f"worker-{rank}-{generation}.jsonl" for rank in range(world)))
+        commits.check_saved(step)
+    except RunFailed as error:
+        return error
+    return None
+
+
+def keep_schema(run: Run, job: Job, prepared: Prepared) -> None:
+    """The run keeps what other data need to be read as its training set was."""
+    if prepared.train is None:
+        return
+    columns = None if job.task.startswith(task.HUGGING_FACE) else needed(job.data, task.functions(job))
+    try:
+        schema.keep(Path(prepared.train), run.path, columns)
+    except OSError as error:
+        raise RunFailed(f"cannot be written: {error.strerror}", where=str(run.path / schema.FOLDER)) from None
+
+
+def _stopped(run: Run, result: dict[str, Any]) -> Interrupted:
+    return Interrupted(
+        f"interrupted after step {result.get('steps')}",
+        where=str(run.path),
+        fix=f"`verbund resume {run.path}` continues",
+    )
+
+
+def _board(run: Run, job: Job) -> Any:
+    """What writes TensorBoard's event files while the run goes on, if the job wants them."""
+    if not job.observe.tensorboard:
+        return None
+    from verbund.observe.tensorboard import Board
+
+    return Board(run.path)
+
+
+def _sum_up(
+    run: Run, job: Job, status: str, cause: VerbundError | None, result: dict[str, Any], warnings: list[str]
+) -> None:
+    from verbund.observe.report import write_report
+    from verbund.observe.summary import summarise
+
+    summary = summarise(
+        run.path,
+        status=status,
+        cause=cause.record() if cause else None,
+        strategy=job.strategy.model_dump(),
+        world=job.world,
+        ended_by=result.get("stopped_by"),
+    )
+    summary |= {"attempt": run.attempt, "warnings": warnings}
+    run.write_summary(summary)
+    write_report(run.path, summary)

@@ -1,0 +1,188 @@
+"""Before a stage: the warm server, the data converted and checked, the dry run, and whether there is memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verbund import task
+from verbund.cluster.local import LocalCluster
+from verbund.cluster.process import ProcessSpec
+from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.data.check import Wanted, check_columns
+from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
+from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem
+from verbund.interop import huggingface
+from verbund.interrupts import Interrupt
+from verbund.job import Data, Job
+from verbund.stage.processes import with_trace
+
+Notify = Callable[[str], None]
+"""Tells the user something."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the dry run found out."""
+
+    tickets_per_epoch: int
+    total_steps: int | None
+    train_samples: int
+    validation_samples: int
+    parameters: int
+    worker_bytes: int
+    notes: list[str]
+    costs: list[float] | None
+    """Seconds of each layer at which a pipeline may be cut."""
+    deferred: bool
+    """Whether workers can build their parts of the model alone."""
+    other_meshes: dict[str, int]
+    """What a worker would need under other meshes of as many workers, in bytes."""
+
+
+@contextmanager
+def cluster_of(job: Job) -> Iterator[LocalCluster]:
+    # What torch's compiler compiles is kept with the converted data, for the next run, and not in the folder for
+    # temporary files.
+    compiled = (Path(job.folder) / cache_of(job.data) / "compiled").resolve()
+    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _heavy(job: Job) -> tuple[str, ...]:
+    """What takes seconds to import and this job needs: it is imported once, in the warm server."""
+    heavy = ["torch._dynamo"] if job.train.compile else []
+    mesh = job.strategy.mesh
+    if mesh.get("tensor", 1) * mesh.get("pipeline", 1) > 1:
+        heavy.append("verbund.stage.preload_divided")
+    if task.needs_transformers(job):
+        heavy.append("transformers.modeling_utils")
+    return tuple(heavy)
+
+
+def notifier(quiet: bool) -> Notify:
+    return (lambda _: None) if quiet else (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+
+
+def refuse_existing(directory: Path | str | None) -> None:
+    if directory is not None and Path(directory).exists():
+        path = Path(directory)
+        if not path.is_dir() or any(path.iterdir()):
+            raise InputError(
+                "exists already",
+                where=str(path),
+                fix="Choose another directory, or `verbund resume` this one",
+            )
+
+
+def prepared_data(job: Job, notify: Notify, known: Path | None = None, *, training: bool = True) -> Prepared:
+    """Converts the data once, and reports all that is wrong with task and columns together."""
+    if training and job.observe.tensorboard:
+        from verbund.observe import tensorboard
+
+        tensorboard.require()
+    data = _data(job, notify)
+    return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
+
+
+def prepared_evaluation(job: Job, evaluated: Evaluated, notify: Notify, known: Path | None) -> Prepared:
+    """The same for what is evaluated instead of the job's own validation set."""
+    folder, own = Path(job.folder), task.functions(job)
+    changes: dict[str, Any] = {} if evaluated.labelled else {"target": None}
+    if job.data.train is None and not (job.train.objective and job.train.objective.name == "next_token"):
+        # What the entries of the task's own Dataset are called unless the job names them.
+        if "inputs" not in own:
+            changes["input"] = job.data.input or "input"
+        if "targets" not in own and evaluated.labelled:
+            changes["target"] = job.data.target or "target"
+
+    def convert() -> Prepared:
+        return prepare_evaluated(evaluated, data, folder=folder, notify=notify, schema=known)
+
+    data = _data(job, notify)
+    prepared = _checked(job, data.model_copy(update=changes), convert)
+    for note in prepared.notes:
+        notify(note)
+    return prepared
+
+
+def _data(job: Job, notify: Notify) -> Data:
+    """The job's data, read with the model's own tokenizer where the task is a language model's folder."""
+    if job.task.startswith(task.HUGGING_FACE) and not task.check(job):
+        return huggingface.with_tokenizer(job, notify)
+    return job.data
+
+
+def _checked(job: Job, data: Data, convert: Callable[[], Prepared]) -> Prepared:
+    problems = task.check(job)
+    try:
+        prepared = convert()
+    except InputError as error:
+        raise _together(problems, error) from None
+    problems += check_columns(prepared, data, Wanted.of(job, task.functions(job)))
+    if problems:
+        raise JobError(problems)
+    return prepared
+
+
+def _together(problems: list[Problem], error: InputError) -> InputError:
+    if not problems:
+        return error
+    if isinstance(error, JobError):
+        return JobError([*problems, *error.problems])
+    return JobError([*problems, Problem(error.where or "data", error.what, error.fix)])
+
+
+def settings_of(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
+    return {"job": job.resolved(), "folder": job.folder, "prepared": prepared.record(), **more}
+
+
+def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
+    """One micro-batch forward and backward, in a process of its own, before any worker starts."""
+    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings_of(job, prepared))
+    supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
+    try:
+        (result,) = supervisor.run([spec])
+    except Failed as failed:
+        raise with_trace(failed) from None
+    except (Interrupt, KeyboardInterrupt):
+        raise Interrupted("interrupted while the job was checked: nothing was written") from None
+    if supervisor.warnings:
+        raise ClusterLost(supervisor.warnings[0])  # no worker can be started any more
+    if result["problems"]:
+        raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
+    facts = Facts(**result["facts"])
+    available = _available_bytes()
+    need = facts.worker_bytes * job.world
+    divided = job.world > job.strategy.mesh.get("data", 1)
+    if available is not None and need > available:
+        fit = max(available // max(facts.worker_bytes, 1), 0)
+        fixes = [f"use at most {fit} workers"] if fit and not divided else []
+        fixes += [f"use the mesh {name}" for name, size in facts.other_meshes.items() if size * job.world <= available]
+        raise InputError(
+            f"{job.world} worker{'s' if job.world > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
+            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free",
+            where="strategy.mesh",
+            fix=", or ".join(
+                [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
+            ),
+        )
+    return facts
+
+
+def _available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
