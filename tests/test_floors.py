@@ -23,7 +23,11 @@ FLOORS: list[tuple[str, ...]] = [
 ]  # fmt: skip
 
 # What a stage shows when it has ended stands above it; it is imported where it is called.
-LATE = {"stage.launch": {"observe.report", "observe.summary", "observe.trace", "observe.tensorboard"}}
+LATE = {
+    "stage.launch": {"observe.report", "observe.summary", "observe.trace"},
+    "stage.attempt": {"observe.report", "observe.summary", "observe.tensorboard"},
+    "stage.before": {"observe.tensorboard"},
+}
 
 
 def floor(module: str) -> int:
@@ -67,6 +71,6 @@ def test_supervising_side_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, verbund.cli, verbund.stage.launch, verbund.stage.doctor; print('torch' in sys.modules)"
+    code = "import sys, verbund.cli, verbund.stage.launch, verbund.stage.doctor, verbund.stage.verify; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
