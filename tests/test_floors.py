@@ -71,6 +71,7 @@ def test_supervising_side_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, verbund.cli, verbund.stage.launch, verbund.stage.doctor, verbund.stage.verify; print('torch' in sys.modules)"
+    modules = "verbund.cli, verbund.stage.launch, verbund.stage.doctor, verbund.stage.verify"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
