@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import MS, write_pipeline, write_run
 
-from verbund.observe.events import NEVER, SPANS, Journal
+from verbund.observe.events import NEVER, SPANS, Journal, index_among
 from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.timeline import KINDS, PRIORITY, merge, union
 
@@ -157,12 +157,27 @@ def test_large_step_numbers_do_not_mix_collectives() -> None:
     for rank in range(2):
         journal = ProcessJournal(Path("x"), "worker", rank, 1, host="h")
         journal.collectives = np.array(
-            [[1 << 61, 1 << 60, 10 + rank, 10, 20], [(1 << 61) + 1, 0, 30, 30, 40 * MS]], np.int64
+            [[1 << 61, (1 << 32) - 1, 10 + rank, 10, 20], [(1 << 61) + 1, 0, 30, 30, 40 * MS]], np.int64
         )
         journal.end = 40 * MS
         journals.append(journal)
     timeline = merge(journals)
     assert timeline.lives[0].seconds["wait"] == pytest.approx(1e-9)
+    assert timeline.unsplit == 0
+
+
+def test_collectives_of_some_workers_are_told_apart() -> None:
+    """Of four workers the first two and the last two exchange, each pair for itself; the second of each comes late."""
+    journals = []
+    for rank in range(4):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        journal = ProcessJournal(Path("x"), "worker", rank, 1, host="h")
+        late = (rank % 2) * (3 if rank < 2 else 7) * MS
+        journal.collectives = np.array([[0, index_among(pair, 4, 5), late, late, 10 * MS]], np.int64)
+        journal.end = 10 * MS
+        journals.append(journal)
+    timeline = merge(journals)
+    assert [round(life.seconds["wait"], 6) for life in timeline.lives] == [0.003, 0.0, 0.007, 0.0]
     assert timeline.unsplit == 0
 
 

@@ -26,6 +26,7 @@ from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.exchange import Axis
 from verbund.mesh.tensor.layers import Column
 from verbund.mesh.tensor.plan import plan
+from verbund.mesh.traffic import Traffic
 from verbund.randomness import SampleRandomness
 from verbund.task import Task
 
@@ -126,7 +127,8 @@ def divide(
     model.train()
     made = whole(model)
     if mesh.tensor > 1:
-        cut_operations(model, task, made, groups.tensor, randomness, call)
+        traffic = Traffic(mesh.peers("tensor"), mesh.world, 1)
+        cut_operations(model, task, made, Axis(groups.tensor, traffic), randomness, call)
     if mesh.pipeline > 1:
         _cut_layers(model, task, job, mesh, groups, made, call, costs)
     first = mesh.place("tensor") == 0
@@ -138,7 +140,7 @@ def divide(
         level = job.strategy.zero
         if made.pipeline is not None and job.strategy.schedule.endswith("zero_bubble"):
             level = min(level, 2)  # the later half of a backward pass needs the parameters once more
-        made.shards = Shards(model, made.held, groups.shard, level)
+        made.shards = Shards(model, made.held, groups.shard, level, Traffic(mesh.peers("shard"), mesh.world, 2))
         made.held = made.shards.held
     if made.pipeline is not None:
         made.tied = _tied(made, mesh, groups)
@@ -217,7 +219,7 @@ def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
 
 
 def cut_operations(
-    model: nn.Module, task: Task, made: Divided, peers: Group, randomness: SampleRandomness | None, call: Call
+    model: nn.Module, task: Task, made: Divided, axis: Axis, randomness: SampleRandomness | None, call: Call
 ) -> None:
     """Cuts the modules of the model's plan of tensor parallelism, in place.
 
@@ -227,7 +229,7 @@ def cut_operations(
     torch.backends.mha.set_fastpath_enabled(False)  # it would pass the cut modules by
     entries = plan(model, task.tensor_plan() if task.tensor_plan is not None else None)
     before = _draws(model, randomness, call)
-    made.axis = Axis(peers)
+    made.axis = axis
     found, partial, made.columns = layers.apply(model, entries, made.axis)
     shares: dict[int, nn.Parameter] = {}
     for held in made.held:

@@ -31,7 +31,7 @@ from verbund.mesh.pipeline import schedule as pipeline_schedule
 from verbund.mesh.pipeline.stages import Boundary
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
-from verbund.observe.events import Journal
+from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
 from verbund.task import Task
@@ -189,10 +189,11 @@ class Replica:
         stamps = self._sums.stamps
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
         for index, stamp in enumerate(stamps):
-            journal.collective(step, index, stamp.arrival, stamp.blocked, stamp.done)
-        for traffic in (self.axis.traffic if self.axis else None, self.shards.traffic if self.shards else None):
-            for begin, end in traffic.take() if traffic is not None else ():
-                journal.add("communicate", step, begin, end)
+            number = index_among(self.mesh.peers("data"), self.mesh.world, index)
+            journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
+        for part in (self.axis, self.shards):
+            if part is not None:
+                part.traffic.write(journal, step)
         return reduced
 
     def _in_turn(

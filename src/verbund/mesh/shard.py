@@ -9,6 +9,7 @@ tensor. Gathering runs one block ahead (Zhao et al., "PyTorch FSDP", VLDB 2023, 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group, Work
 from verbund.mesh.held import Held, become
-from verbund.mesh.tensor.traffic import Traffic
+from verbund.mesh.traffic import Traffic
 from verbund.randomness.override import Override
 
 
@@ -81,8 +82,8 @@ class _Unit:
         self._gathers, self._sums = gathers, sums
         self._traffic = traffic
         self._size = sum(share.size for share in shares)
-        self._arriving: tuple[Work | None, Tensor, Tensor] | None = None
-        self._leaving: tuple[Work | None, Tensor, Tensor] | None = None
+        self._arriving: tuple[Work | None, Tensor, Tensor, int] | None = None
+        self._leaving: tuple[Work | None, Tensor, Tensor, int] | None = None
         self._trained = [share for share in shares if share.parameter.requires_grad]
         self._missing = len(self._trained)
 
@@ -98,7 +99,7 @@ class _Unit:
                 own[at : at + share.values.numel()].copy_(share.values.data.reshape(-1))
                 at += share.size
             whole = first.new_empty(self._gathers.world * self._size)
-            self._arriving = (self._gathers.start_all_gather(whole, own), whole, own)
+            self._arriving = (self._gathers.start_all_gather(whole, own), whole, own, time.monotonic_ns())
 
     def gather(self) -> None:
         """The whole parameters are there when this returns."""
@@ -106,8 +107,8 @@ class _Unit:
             return
         self.ask()
         assert self._arriving is not None
-        work, whole, _ = self._arriving
-        with self._traffic.timed():
+        work, whole, _, begun = self._arriving
+        with self._traffic.timed(begun):
             self._gathers.finish(work, "the gathering of parameters")
         self._arriving = None
         with torch.inference_mode(False), torch.no_grad():
@@ -158,15 +159,15 @@ class _Unit:
                     share.used = True
                 at += share.size
             received = torch.empty_like(sent)
-        self._leaving = (self._sums.start_all_to_all(received, sent), received, sent)
+        self._leaving = (self._sums.start_all_to_all(received, sent), received, sent, time.monotonic_ns())
 
     def collect(self) -> None:
         """Waits for the sums under way and adds them to this worker's gradients."""
         if self._leaving is None:
             return
-        work, received, _ = self._leaving
+        work, received, _, begun = self._leaving
         self._leaving = None
-        with self._traffic.timed():
+        with self._traffic.timed(begun):
             self._sums.finish(work, "the reduce-scatter of gradients")
         with torch.no_grad():
             total = received.sum(0)
@@ -224,11 +225,12 @@ class Shards:
         held: what this worker holds; each entry is replaced by one whose `values` are some rows.
         group: the workers.
         level: ZeRO's stage.
+        traffic: takes note of what the exchanges cost.
     """
 
-    def __init__(self, model: nn.Module, held: Sequence[Held], group: Group, level: int) -> None:
+    def __init__(self, model: nn.Module, held: Sequence[Held], group: Group, level: int, traffic: Traffic) -> None:
         self.level = level
-        self.traffic = Traffic()
+        self.traffic = traffic
         self._gathers = group.part("shard gathers", list(range(group.world)))
         self._sums = group
         self._last = True

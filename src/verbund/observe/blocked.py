@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from verbund.observe.events import ACTIONS
+from verbund.observe.events import ACTIONS, PART_BITS, RANK_BITS
 from verbund.observe.journal import MICRO_BATCH_BITS, STAGE_BITS, Ints
 
 UNKNOWN = -1
@@ -44,7 +44,9 @@ def in_collectives(rows: list[Ints], comparable: bool) -> list[Ints]:
     # Of several that came last at once, the first row counts.
     at_last = np.flatnonzero(arrival == latest[group])
     _, which = np.unique(group[at_last], return_index=True)
-    came_last = np.where(counts == len(rows), owner[at_last[which]], UNKNOWN)
+    some = every[order[starts], 1] >> PART_BITS >> RANK_BITS
+    members = np.where(some > 0, some, len(rows))
+    came_last = np.where(counts == members, owner[at_last[which]], UNKNOWN)
     split, last = np.empty(total, np.int64), np.empty(total, np.int64)
     split[order], last[order] = latest[group], came_last[group]
     return np.split(_rows(every[:, 0], every[:, 3], split, every[:, 4], last, comparable), np.cumsum(sizes)[:-1])

@@ -28,7 +28,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,10 @@ ACTIONS = "FBIW"
 """Forward, backward, backward for the input only, backward for the weights only. They count as compute."""
 THINNED = frozenset(("compute", "communicate", "data"))
 """Kinds of span that come with every step; when a journal is near its limit, only some steps' are kept."""
+PART_BITS = 32
+"""The index of a collective of some of the workers only holds, above these bits, how many they are and the lowest rank
+among them: see `index_among`."""
+RANK_BITS = 16
 NEVER = 1 << 62
 """The stride after the last thinning: no step's spans are kept."""
 _CODES = {name: code for code, name in enumerate(SPANS)}
@@ -45,6 +49,19 @@ _ACTION_CODES = {name: code for code, name in enumerate(ACTIONS)}
 _RARE = frozenset(_CODES) - THINNED
 _FLUSH_SECONDS = 1.0
 _THINNINGS = 8
+
+
+def index_among(ranks: Sequence[int], world: int, number: int) -> int:
+    """The index of a collective among `ranks` of an island of `world` workers.
+
+    Args:
+        ranks: those who take part.
+        world: all workers; a collective of all has its number for an index.
+        number: below 2^32; the same for all who take part, and another for every other group of theirs.
+    """
+    if len(ranks) == world:
+        return number
+    return ((len(ranks) << RANK_BITS | min(ranks)) << PART_BITS) | number
 
 
 class Journal:

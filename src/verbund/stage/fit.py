@@ -21,6 +21,7 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
 from verbund.mesh.replica import Replica, call, record
+from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
 from verbund.task import Task
 
@@ -102,7 +103,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
         randomness = replica.randomness if isinstance(replica.randomness, SampleRandomness) else None
         whole = divide.whole(model)
         peers = Group.apart(0, mesh.tensor, replica.device)
-        divide.cut_operations(model, task, whole, peers, randomness, call_example)
+        divide.cut_operations(model, task, whole, Axis(peers), randomness, call_example)
         notes += divide.uneven(whole)
     return Fit(need.of(mesh, largest), costs, _others(mesh, need), notes)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verbund.comm.collectives import Group
 from verbund.errors import TaskError
-from verbund.mesh.tensor.traffic import Traffic
+from verbund.mesh.traffic import Traffic
 
 
 class Axis:
@@ -22,11 +22,12 @@ class Axis:
 
     Args:
         group: the workers.
+        traffic: takes note of what the exchanges cost.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, traffic: Traffic | None = None) -> None:
         self.group = group
-        self.traffic = Traffic()
+        self.traffic = traffic if traffic is not None else Traffic(range(group.world), group.world, 1)
 
     @property
     def worker(self) -> int:
