@@ -30,6 +30,12 @@ def has_batch_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) and (module.training or not model.training) for module in model.modules())
 
 
+def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
+    """The buffers of torch's own modules with batch statistics."""
+    modules = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return tuple(b for module in modules for b in module.buffers(recurse=False) if not b.is_meta)
+
+
 class BufferDeltas:
     """Makes what training forwards do to buffers (running statistics) independent of the division.
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
-from verbund.errors import InputError
+from verbund.errors import InputError, VerbundError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
@@ -161,12 +162,13 @@ def _home(held: Held, mesh: Mesh) -> int:
     return min(stage % mesh.pipeline for stage in held.stages)
 
 
-def refuse(job: Job, mesh: Mesh, statistics: bool) -> None:
+def refuse(job: Job, mesh: Mesh, model: nn.Module, statistics: bool) -> None:
     """What cannot be together with a mesh that divides the model.
 
     Args:
         job: the job.
         mesh: the axes.
+        model: before it is divided.
         statistics: whether the model has batch statistics.
 
     Raises:
@@ -185,9 +187,17 @@ def refuse(job: Job, mesh: Mesh, statistics: bool) -> None:
             where="train.compile",
             fix="Leave it out, or use the axis `data` alone",
         )
-    if statistics and job.train.batch_norm == "global" and mesh.pipeline > 1:
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if type(hook).__name__ in ("WeightNorm", "SpectralNorm"):
+                raise InputError(
+                    f"`{path}` recomputes its weight in a hook, which a divided model cannot",
+                    where="model()",
+                    fix="Use torch.nn.utils.parametrizations instead of torch.nn.utils.weight_norm or spectral_norm",
+                )
+    if statistics and job.train.batch_norm == "global" and mesh.pipeline * mesh.tensor > 1:
         raise InputError(
-            "batch statistics over the global batch need it in one forward pass, a pipeline has several",
+            "batch statistics over the global batch are not available with the axes `tensor` and `pipeline`",
             where="train.batch_norm",
             fix='Use `batch_norm = "group"`',
         )
@@ -241,7 +251,18 @@ def cut_operations(
             held.tensor_cut = cut
     layers.replace_parameters(model, shares)
     outputs: list[Any] = []
-    after = _draws(model, randomness, lambda model: outputs.append(call(model)))
+    try:
+        after = _draws(model, randomness, lambda model: outputs.append(call(model)))
+    except VerbundError:
+        raise
+    except Exception as error:
+        described = describe(error)["error"]
+        raise InputError(
+            f"cut by the axis `tensor`, the model fails: {described['what']}",
+            where=described["where"],
+            fix="Look at the plan: a `row` takes what a `column` gives. In forward, sizes must follow from the tensors "
+            "(x.chunk(3, -1), view(..., -1, head_size)), not from constants",
+        ) from error
     made.output_is_last = len(made.columns) == 1 and made.columns[0].last is _logits(outputs[0])
     for column in made.columns:
         column.last = None

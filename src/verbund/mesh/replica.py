@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
 from verbund.checkpoint.piece import Piece
@@ -91,7 +92,7 @@ class Replica:
         activation_checkpointing.apply(model, job.train.activation_checkpointing, self.randomness.context_fn)
         if mesh.divides_model:
             assert example is not None, "a mesh that divides the model needs an example"
-            refuse(job, mesh, self.statistics)
+            refuse(job, mesh, model, self.statistics)
             call_example = example_call(task, example.columns)
             self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
             if recorded is not None:
@@ -120,6 +121,7 @@ class Replica:
                 model, lambda tensor: groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
             )
         self.buffers = batch_statistics.BufferDeltas(model)
+        self._running_statistics = batch_statistics.running_statistics(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
         self._sums = GradientSums(self.parameters, groups.data, extras=self.buffers.size, beyond=beyond)
         objective = None if "loss" in task.own else job.train.objective
@@ -148,7 +150,7 @@ class Replica:
         if not self.joins_forward:
             return mine
         most = max(len(self.division.micro_batches(size, worker)) for worker in range(self.mesh.batch_workers))
-        return mine + [(0, 1, True)] * (most - len(mine))
+        return mine + [(0, min(self.division.unit, size), True)] * (most - len(mine))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -242,7 +244,10 @@ class Replica:
                 return pipeline.stages.run(stage, lambda: call(self._call, inputs), received)
 
             result = self._forward(batch, step, run)
-            self.buffers.add(0 if batch.phantom else len(batch.ids))
+            # The backward passes of batch statistics are still to come; what they saved of the running ones they do
+            # not read.
+            with _unsafe_preserve_version_counter(self._running_statistics):
+                self.buffers.add(0 if batch.phantom else len(batch.ids))
             if isinstance(result, Boundary):
                 return result
             total = result.total.sum()
@@ -475,7 +480,7 @@ class Replica:
                 for key, value in self.optimizer.state.get(held.values, {}).items():
                     if not isinstance(value, Tensor):
                         continue
-                    if value.shape == held.values.shape and (value.dim() or not held.shape):
+                    if key != "step" and value.shape == held.values.shape and (value.dim() or not held.shape):
                         yield from held.pieces(kind, f"{held.name}/{key}", value, held.primary)
                     else:
                         # Of a tensor in several boxes too there is one such number.
@@ -526,7 +531,7 @@ class Replica:
             name, _, key = full.rpartition("/")
             if (held := known.get(name)) is None:
                 continue
-            if checkpoint.shape("optimizer", full) == held.shape:
+            if key != "step" and checkpoint.shape("optimizer", full) == held.shape:
                 values = torch.empty_like(held.values)
                 for box, place in held.spans():
                     part = values[place] if held.shape else values

@@ -10,6 +10,7 @@ tensor. Gathering runs one block ahead (Zhao et al., "PyTorch FSDP", VLDB 2023, 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ class _Unit:
         self._arriving: tuple[Work | None, Tensor, Tensor, int] | None = None
         self._leaving: tuple[Work | None, Tensor, Tensor, int] | None = None
         self._trained = [share for share in shares if share.parameter.requires_grad]
+        # A gradient goes through frozen parameters after those of the trained ones are there.
+        self.partly_frozen = len(self._trained) < len(shares)
         self._missing = len(self._trained)
 
     def ask(self) -> None:
@@ -136,6 +139,10 @@ class _Unit:
             share.parameter.grad = None
             share.values.grad = None
             share.used = False
+        self._missing = len(self._trained)
+
+    def expect(self) -> None:
+        """A backward pass begins: all gradients are still to come."""
         self._missing = len(self._trained)
 
     def arrived(self) -> bool:
@@ -234,14 +241,17 @@ class Shards:
         self._gathers = group.part("shard gathers", list(range(group.world)))
         self._sums = group
         self._last = True
+        self._running = False
         shares = {id(h.parameter): _Share(h, group) for h in held}
         self._by_name = {share.held.name: share for share in shares.values()}
         self.held = [h.sharded((s := shares[id(h.parameter)]).values, (s.low, s.high)) for h in held]
         self._of_block: list[_Unit] = []
+        tied = {key for key, count in _registrations(model).items() if count > 1}
         for block in blocks(model):
             mine = []
             for parameter in block.parameters():
-                if (share := shares.pop(id(parameter), None)) is not None:
+                # What several modules have is whole all the time, wherever it is used.
+                if id(parameter) not in tied and (share := shares.pop(id(parameter), None)) is not None:
                     mine.append(share)
             for unit in self._by_dtype(mine):
                 _Watch(block, unit, self).install()
@@ -279,7 +289,7 @@ class Shards:
         self._launched += 1
         if self._last or self.level > 1:
             unit.reduce()
-            if self.level == 3 and id(unit) in self._places:
+            if self.level == 3 and id(unit) in self._places and not (unit.partly_frozen and self._running):
                 unit.free()
 
     def load(self, name: str, whole: Tensor) -> None:
@@ -308,11 +318,19 @@ class Shards:
     def before_backward(self, last: bool) -> None:
         """A backward pass begins; `last`: the step has no other."""
         self._last = last
+        self._running = True
         self._launched = 0
         self._complete.clear()
+        for unit in self._order:
+            unit.expect()
 
     def after_backward(self) -> None:
         """Adds up what the backward pass left: parameters that it did not use, and those of no block."""
+        self._running = False
+        if self.level == 3:
+            for unit in self._of_block[::-1]:
+                if unit.partly_frozen:
+                    unit.free()
         while self._launched < len(self._order):
             self._launch()
 
@@ -333,6 +351,12 @@ class Shards:
         """No parameter is whole any more."""
         for unit in self._order:
             unit.free()
+
+
+def _registrations(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter, by its identity."""
+    modules = model.modules()
+    return Counter(id(p) for module in modules for p in module._parameters.values() if p is not None)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

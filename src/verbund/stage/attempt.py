@@ -77,6 +77,7 @@ def attempt(
         total_steps=facts.total_steps,
         costs=facts.costs,
         deferred=facts.deferred,
+        probe=facts.probe,
         data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)

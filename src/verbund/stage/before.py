@@ -40,6 +40,8 @@ class Facts:
     """Seconds of each layer at which a pipeline may be cut."""
     deferred: bool
     """Whether workers can build their parts of the model alone."""
+    probe: dict[str, Any] | None
+    """What some samples give in the whole model."""
     other_meshes: dict[str, int]
     """What a worker would need under other meshes of as many workers, in bytes."""
 

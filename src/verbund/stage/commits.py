@@ -72,6 +72,8 @@ class Commits:
                 failure = str(error)
         if failure is not None:
             checkpoint.discard(self._run.checkpoints, step)
+            if state:
+                self._prune(state)  # a full disk may have room again without what is kept too long
             self._journal.event("checkpoint_failed", step=step, failure=failure)
             self._unsaved.append(failure)
             self._run.check_there()
@@ -80,13 +82,7 @@ class Commits:
             return warning
         self.step = step
         self._unsaved.clear()
-        budget = self._settings.disk_budget_mb
-        checkpoint.prune(
-            self._run.checkpoints,
-            self._settings.keep,
-            state.get("best_step"),
-            int(budget * 1e6) if budget else None,
-        )
+        self._prune(state)
         size = sum(int(file["bytes"]) for part in pending.parts.values() for file in part.get("files", []))
         seconds = pending.seconds + time.monotonic() - start
         self._journal.event("checkpoint", step=step, seconds=round(seconds, 4), bytes=size)
@@ -105,4 +101,13 @@ class Commits:
             f"the model as it is after step {step} could not be saved: {cause}",
             where=str(self._run.checkpoints),
             fix=f"`verbund resume {self._run.path}` trains again what came after the last checkpoint",
+        )
+
+    def _prune(self, state: dict[str, Any]) -> None:
+        budget = self._settings.disk_budget_mb
+        checkpoint.prune(
+            self._run.checkpoints,
+            self._settings.keep,
+            state.get("best_step"),
+            int(budget * 1e6) if budget else None,
         )

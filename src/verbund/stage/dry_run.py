@@ -24,8 +24,9 @@ from verbund.job import Job, Strategy
 from verbund.mesh import device
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.groups import Groups
+from verbund.mesh.probe import Probe, probe
 from verbund.mesh.replica import Replica, call
-from verbund.stage.island import augmentation
+from verbund.stage.island import augmentation, example_of
 from verbund.stage.layers import Layers
 from verbund.stage.outputs import Outputs
 from verbund.stage.validate import wanted
@@ -76,6 +77,7 @@ class DryRun:
         """
         self._check_groups()
         low, high = self._first_pass()
+        self.whole = self._attempt(self._probe) if self._compared() else None
         self.batch = batch = self._attempt(lambda: self._batch(low, high))
         before = _versions(self.replica)
         self._attempt(lambda: self._step(batch))
@@ -87,6 +89,14 @@ class DryRun:
         if validation_set is not None:
             self._attempt(lambda: self._evaluate(validation_set))
         return notes
+
+    def _compared(self) -> bool:
+        """Whether the mesh cuts the model so that it has to be compared with the whole."""
+        mesh = Mesh.of(self._job.strategy.mesh, 0)
+        return mesh.tensor * mesh.pipeline > 1 and self._job.train.randomness == "sample"
+
+    def _probe(self) -> Probe:
+        return probe(self.replica, example_of(self._train_set))
 
     def _first_pass(self) -> tuple[int, int]:
         """The samples of global batch 0 that the first worker's first forward pass has."""

@@ -86,8 +86,8 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     mesh = Mesh.of(job.strategy.mesh, 0)
     if not mesh.divides_model:
         return Fit(need.of(mesh, 1.0), None, _others(mesh, need), [])
-    divide.refuse(job, mesh, replica.statistics)
     model = replica.model
+    divide.refuse(job, mesh, model, replica.statistics)
     call_example = divide.example_call(task, batch.columns)
     notes: list[str] = []
     costs: list[float] | None = None

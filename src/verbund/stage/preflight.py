@@ -71,6 +71,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "other_meshes": fit.others,
         "costs": fit.costs,
         "deferred": deferred,
+        "probe": dry.whole.record() if dry.whole is not None else None,
         "notes": [*notes, *fit.notes],
     }
     return {"problems": [], "facts": facts}

@@ -14,13 +14,14 @@ from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
 from verbund.data.order import Order
 from verbund.errors import InputError, RunFailed
+from verbund.mesh import probe
 from verbund.mesh.replica import Replica
 from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.island import Island, augmentation
+from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.restore import restore
 from verbund.stage.saving import Saver
 from verbund.stage.validate import evaluate
@@ -42,6 +43,9 @@ def work(worker: Worker) -> dict[str, Any]:
     links = Links()
     worker.at_end.append(lambda: _close(journal, links))
     replica = island.replica(worker)
+    if (whole := worker.settings["probe"]) is not None:
+        worker.doing("comparing the divided model with the whole", 0)
+        probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
     if replica.pipeline is not None and island.mesh.rank == 0:

@@ -9,7 +9,7 @@ from typing import Any
 from verbund import checkpoint
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import ProcessSpec
-from verbund.errors import InputError
+from verbund.errors import InputError, RunFailed
 from verbund.job import Job, parse_strategy
 from verbund.mesh.axes import Division, Mesh
 from verbund.stage import before
@@ -61,10 +61,14 @@ def verify(
     notify = before.notifier(quiet)
     with before.cluster_of(sides[0]) as cluster:
         found = _compared(cluster, sides, steps, notify)
-        if not found["passed"] and job.train.precision == "fp32" and not found["missing"]:
+        if not found["passed"] and job.train.precision != "fp64" and not found["missing"]:
             notify("beyond the limits of float32: once more in float64")
-            exact = _compared(cluster, [_with(side, {"train.precision": "fp64"}) for side in sides], steps, notify)
-            found |= {"passed": exact["passed"], "float64": exact["differences"]}
+            try:
+                exact = _compared(cluster, [_with(side, {"train.precision": "fp64"}) for side in sides], steps, notify)
+            except (InputError, RunFailed) as error:
+                notify(f"float64 was not possible: {error}")
+            else:
+                found |= {"passed": exact["passed"], "float64": exact["differences"]}
     return found
 
 
@@ -93,10 +97,9 @@ def _compared(cluster: LocalCluster, sides: list[Job], steps: int, notify: befor
 def _samples_of_a_pass(job: Job) -> int:
     """How many samples a forward pass of this strategy has, where nothing else says so."""
     mesh = Mesh.of(job.strategy.mesh, 0)
-    passes = Division.passes_of(mesh)
-    return max(
-        high - low for low, high in Division(mesh.batch_workers, 1, 0, passes).micro_batches(job.train.global_batch, 0)
-    )
+    division = Division(mesh.batch_workers, 1, 0, Division.passes_of(mesh))
+    everybody = [division.micro_batches(job.train.global_batch, worker) for worker in range(mesh.batch_workers)]
+    return max(high - low for passes in everybody for low, high in passes)
 
 
 def _with(job: Job, changes: dict[str, Any]) -> Job:
@@ -108,6 +111,7 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
         "train.optimizer": {"name": "sgd", "lr": job.train.optimizer.lr},
         "train.schedule": {"name": "constant"},
         "train.steps": steps,
+        "train.precision": "fp64" if job.train.precision == "fp64" else "fp32",
         "cluster.threads": job.cluster.threads or 1,
     }
     if strategy is not None:
@@ -161,5 +165,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _name(job: Job) -> str:
-    mesh = {axis: size for axis, size in job.strategy.mesh.items() if size > 1}
-    return ",".join(f"{axis}={size}" for axis, size in mesh.items()) or "a single process"
+    strategy = job.strategy
+    mesh = {axis: size for axis, size in strategy.mesh.items() if size > 1}
+    words = [f"{axis}={size}" for axis, size in mesh.items()]
+    if "pipeline" in mesh:
+        words.append(f"schedule={strategy.schedule}")
+    if "shard" in mesh:
+        words.append(f"zero={strategy.zero}")
+    return ",".join(words) or "a single process"

@@ -14,6 +14,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
+from verbund.errors import TaskError
 from verbund.mesh.pipeline.schedule import Action
 from verbund.mesh.pipeline.stages import Boundary, Stages
 from verbund.mesh.pipeline.transfer import Transfer, tag
@@ -157,7 +158,14 @@ class Pipeline:
     def _backward(self, action: Action, state: _Pass, parameters: list[Tensor]) -> None:
         if action.kind == "W":
             if state.later is not None:
-                _weights(parameters, state.later)
+                try:
+                    _weights(parameters, state.later)
+                except RuntimeError as error:
+                    raise TaskError(
+                        f"the backward pass of stage {action.stage} cannot be done in two halves: {error}",
+                        where="strategy.schedule",
+                        fix="A parameter that is used twice within a stage goes with `1f1b`, `interleaved` or `gpipe`",
+                    ) from error
             return
         pairs = [
             (output, gradient)

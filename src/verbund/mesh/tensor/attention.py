@@ -86,6 +86,8 @@ class Attention(Override):
         total: Tensor | None = None
         if mask is not None:
             mask = _added(mask, q.dtype)
+            if mask.requires_grad:  # each worker's heads make a part of its gradient
+                mask = self._axis.enter(mask)
             if mask.dim() == 3:  # [B · all heads, T, S]
                 mask = mask.view(q.shape[0], self._all, *mask.shape[1:]).narrow(1, self._first, self._heads)
             total = mask if mask.dim() == 4 else mask[None, None]

@@ -38,6 +38,7 @@ def apply(model: nn.Module, entries: list[Entry], axis: Axis) -> tuple[dict[int,
     cutter = _Cutter(model, axis)
     for entry in sorted(entries, key=lambda entry: entry.cut != "gather"):
         cutter.cut(entry)
+    cutter.check_ties()
     return cutter.cuts, cutter.partial, cutter.gathering
 
 
@@ -52,6 +53,22 @@ class _Cutter:
         self.partial: set[int] = set()
         self.gathering: list[Column] = []
         self._gathered: list[str] = []
+        self._names: set[str] = set()
+
+    def check_ties(self) -> None:
+        """That whoever shares a cut parameter is cut too.
+
+        Raises:
+            InputError: naming the module that is not.
+        """
+        for path, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self.cuts and f"{path}.{name}" not in self._names:
+                    raise InputError(
+                        f"`{path}.{name}` is tied to a parameter that is cut, and `{path}` is not in the plan",
+                        where="tensor_plan()",
+                        fix=f"Give `{path}` an entry too, or leave both out",
+                    )
 
     def cut(self, entry: Entry) -> None:
         module = self._model.get_submodule(entry.path)
@@ -82,6 +99,12 @@ class _Cutter:
                 if entry.gather:
                     self.gathering.append(column)
             else:
+                if type(module).forward is not nn.Linear.forward:
+                    raise InputError(
+                        f"`{entry.path}` has a forward of its own ({type(module).__name__}), which `row` would pass by",
+                        where="tensor_plan()",
+                        fix="Leave it out, and it stays whole on every worker",
+                    )
                 self._parameter(entry, module, "weight", 1)
                 if entry.scatter and module.bias is not None:
                     self.partial.add(id(module.bias))  # it is added to a share of the sequence
@@ -99,6 +122,7 @@ class _Cutter:
         parameter = getattr(module, name)
         parts = list(entry.parts) if isinstance(entry.parts, tuple) else entry.parts
         path = f"{entry.path}.{name}"
+        self._names.add(path)
         axis = self._axis
         made = cut(path, parameter.shape[dim], dim, parts, entry.units, axis.worker, axis.workers)
         known = self.cuts.setdefault(id(parameter), made)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 
 from verbund.errors import InputError, nearest
 
@@ -152,9 +153,10 @@ def _found(model: nn.Module) -> Iterator[Entry]:
         if isinstance(module, nn.MultiheadAttention):
             yield Entry(path, "attention", units=module.num_heads)
         elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            yield Entry(f"{prefix}linear1", "column")
-            yield Entry(f"{prefix}linear2", "row")
-        elif isinstance(module, nn.Sequential):
+            if module.activation in (functional.relu, functional.gelu) or isinstance(module.activation, _ELEMENTWISE):
+                yield Entry(f"{prefix}linear1", "column")
+                yield Entry(f"{prefix}linear2", "row")
+        elif isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             yield from _sequential(prefix, module)
 
 
