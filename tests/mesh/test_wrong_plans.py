@@ -56,7 +56,7 @@ def test_sizes_that_do_not_follow_from_tensors(shared_cluster: LocalCluster, tmp
     """With its heads as a constant the attention takes halves of heads for heads."""
     edit = ("part.view(batch, length, -1, WIDTH // HEADS)", "part.view(batch, length, HEADS, -1)")
     job = models.job("gpt", tmp_path, {**parse_strategy("tensor=2"), "task": str(task(tmp_path, RIGHT, edit))})
-    with pytest.raises(InputError, match=r"computes something else: the gradient of `.*` has the norm"):
+    with pytest.raises(InputError, match=r"computes something else: the gradient of `.*`.* has the norm"):
         launch.train(job, tmp_path / "run")
 
 
