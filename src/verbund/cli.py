@@ -116,7 +116,8 @@ def train(
 
 
 @app.command(
-    epilog="Examples: `verbund resume runs/latest` · `verbund resume runs/latest --workers 4 --set train.epochs=20`"
+    epilog="Examples: `verbund resume runs/latest` · `verbund resume runs/latest --workers 4 --set train.epochs=20` · "
+    "`verbund resume runs/latest --strategy tensor=2`"
 )
 def resume(
     run: RunDirectory,
@@ -138,6 +139,7 @@ def validate(
     run: RunDirectory,
     data: Annotated[str | None, typer.Option("--data", metavar="SOURCE", help="Another source of samples.")] = None,
     workers: Workers = None,
+    strategy: StrategyText = None,
     step: Step = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -146,7 +148,7 @@ def validate(
     """The metrics of a run's checkpoint: the same, bit for bit, for any number of workers."""
     from verbund.stage import launch
 
-    found = launch.validate(run, data=data, workers=workers, step=step, quiet=quiet)
+    found = launch.validate(run, data=data, **_evaluated_by(workers, strategy), step=step, quiet=quiet)
     metrics = [f"validation {name}: {value}" for name, value in found["metrics"].items()]
     return Answer(
         {"status": "done", "run": str(run.resolve()), **found},
@@ -163,6 +165,7 @@ def predict(
         Path | None, typer.Option("--out", metavar="FILE", help="Default: predictions.parquet in RUN.")
     ] = None,
     workers: Workers = None,
+    strategy: StrategyText = None,
     step: Step = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -171,7 +174,7 @@ def predict(
     """Write the model's prediction for every sample, in order, as Parquet."""
     from verbund.stage import launch
 
-    path = str(launch.predict(run, data, out, workers=workers, step=step, quiet=quiet))
+    path = str(launch.predict(run, data, out, **_evaluated_by(workers, strategy), step=step, quiet=quiet))
     return Answer({"status": "done", "run": str(run.resolve()), "predictions": path}, [path])
 
 
@@ -296,6 +299,12 @@ def _changes(
     if cluster is not None:
         changes["cluster.kind"] = cluster
     return changes
+
+
+def _evaluated_by(workers: int | None, strategy: str | None) -> dict[str, Any]:
+    if workers is not None and strategy is not None:
+        raise InputError("--workers and --strategy both say how many", where="arguments", fix="Give one of them")
+    return {"workers": workers, "strategy": parse_strategy(strategy) if strategy is not None else None}
 
 
 def _trained(run: Run) -> Answer:

@@ -101,7 +101,7 @@ def test_a_difference_is_found(shared_cluster: LocalCluster, tmp_path: Path) -> 
     [
         ("convnet", "tensor=2", "no layer of this model is known to be divisible"),
         ("gpt", "tensor=5", "has 4 units along dimension 0, which cannot be divided among 5 workers.*Use tensor=4"),
-        ("mlp", "pipeline=8", "5 layers.*8 stages are wanted.*Use at most 5 stages"),
+        ("mlp", "pipeline=8", "3 layers.*8 stages are wanted.*Use at most 3 stages"),
     ],
 )
 def test_refusals_name_the_module_and_what_works(

@@ -43,8 +43,8 @@ class Pipelines:
 
 
 def pipelines(journals: Sequence[ProcessJournal]) -> Pipelines | None:
-    """The pipelines of the newest generation that had any."""
-    for generation in sorted({j.generation for j in journals if len(j.actions)}, reverse=True):
+    """The pipelines of the newest generation; None if it had none, as after a resume under another mesh."""
+    for generation in sorted({j.generation for j in journals if j.role == "worker"})[-1:]:
         mine = [j for j in journals if j.generation == generation]
         shapes = (_shape(event) for j in mine for event in j.events if event["name"] == "pipeline")
         shape = next((s for s in shapes if s), None)

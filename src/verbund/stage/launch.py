@@ -93,6 +93,7 @@ def validate(
     *,
     data: str | None = None,
     workers: int | None = None,
+    strategy: dict[str, Any] | None = None,
     step: int | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
@@ -101,7 +102,8 @@ def validate(
     Args:
         directory: the run.
         data: another source than the job's validation data.
-        workers: another number of workers than the run's.
+        workers: so many workers, each with the whole model.
+        strategy: dotted keys of another strategy than the run's, as `parse_strategy` gives them.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
 
@@ -109,7 +111,7 @@ def validate(
         `step`, `samples`, `metrics`, `seconds`, `world`.
     """
     run = Run.open(Path(directory))
-    job = _evaluation_job(run.job, workers)
+    job = _evaluation_job(run.job, workers, strategy)
     source = chosen(run, step)
     known = schema.kept(run.path)
     evaluated = Evaluated(job.data.validation, "data.validation") if job.data.validation else None
@@ -133,6 +135,7 @@ def predict(
     out: Path | str | None = None,
     *,
     workers: int | None = None,
+    strategy: dict[str, Any] | None = None,
     step: int | None = None,
     quiet: bool = True,
 ) -> Path:
@@ -142,7 +145,8 @@ def predict(
         directory: the run.
         data: a source with the job's input columns, or a folder of images; targets are not needed.
         out: the file to write, whose ending says how: .parquet, .csv, .jsonl; default `predictions.parquet` in the run.
-        workers: another number of workers than the run's.
+        workers: so many workers, each with the whole model.
+        strategy: dotted keys of another strategy than the run's, as `parse_strategy` gives them.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
     """
@@ -151,7 +155,7 @@ def predict(
     run = Run.open(Path(directory))
     target = Path(out) if out else run.path / "predictions.parquet"
     check_target(target)
-    job = _evaluation_job(run.job, workers)
+    job = _evaluation_job(run.job, workers, strategy)
     source = chosen(run, step)
     known = schema.kept(run.path)
     with before.cluster_of(job) as cluster:
@@ -255,8 +259,10 @@ def chosen(run: Run, step: int | None) -> Path:
     return path
 
 
-def _evaluation_job(job: Job, workers: int | None) -> Job:
-    changes = {"strategy.mesh": {"data": workers}} if workers is not None else {}
+def _evaluation_job(job: Job, workers: int | None, strategy: dict[str, Any] | None) -> Job:
+    changes: dict[str, Any] = dict(strategy or {})
+    if workers is not None:
+        changes["strategy.mesh"] = {"data": workers}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
 
 

@@ -117,6 +117,12 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
             f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
             f"divided{unit}"
         )
+    set_ = job.strategy.model_fields_set
+    for axis, keys in (("pipeline", ("schedule", "chunks")), ("shard", ("zero",))):
+        default = {key: type(job.strategy).model_fields[key].default for key in keys}
+        given = [key for key in keys if key in set_ and getattr(job.strategy, key) != default[key]]
+        if given and job.strategy.mesh.get(axis, 1) == 1:
+            notes.append(f"`strategy.{given[0]}` has no effect without the axis `{axis}`")
     cores = device.cores()
     if job.world > cores and not torch.cuda.is_available():
         notes.append(

@@ -91,7 +91,8 @@ def _outermost(model: nn.Module) -> list[str]:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                found.append(path)
+                if next(child.parameters(), None) is not None:  # what has none goes with what is before it
+                    found.append(path)
             else:
                 collect(f"{path}.", child)
 

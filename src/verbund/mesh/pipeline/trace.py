@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from verbund.cluster.worker import describe
 from verbund.errors import InputError
 
 
@@ -68,10 +69,10 @@ def run_on_meta(model: nn.Module, tensors: dict[str, Tensor], call: Callable[[nn
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        described = describe(error)["error"]
         raise InputError(
-            f"the model's forward pass cannot be followed without values: {first}",
-            where="strategy.mesh",
+            f"the model's forward pass cannot be followed without values: {described['what']}",
+            where=described["where"] or "strategy.mesh",
             fix="A model that is cut may not read values of its activations in Python (.item(), if x.any()); use the "
             "axes `data` and `shard` for this one",
         ) from error
