@@ -74,7 +74,7 @@ def verify(
 
 def _compared(cluster: LocalCluster, sides: list[Job], steps: int, notify: before.Notify) -> dict[str, Any]:
     results, folders = [], []
-    with tempfile.TemporaryDirectory(prefix="verbund-verify-") as scratch:
+    with tempfile.TemporaryDirectory(dir=cluster.meeting.folder) as scratch:
         prepared = before.prepared_data(sides[0], notify)
         for index, side in enumerate(sides):
             facts = before.dry_run(cluster, side, prepared)
