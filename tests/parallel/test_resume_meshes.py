@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import models
@@ -37,3 +39,22 @@ def test_goes_on_under_another_mesh(before: str, after: str, shared_cluster: Loc
     found = launch.validate(run.path, data=str(tmp_path / "encoder.npz"), workers=1)
     alone = launch.validate(tmp_path / "reference", data=str(tmp_path / "encoder.npz"), workers=1)
     assert found["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=2e-5)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2,pipeline=2", "shard=2,data=2", "shard=2,pipeline=2"])
+def test_bf16_with_validation_and_prediction(mesh: str, shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    """A stage after the other under a divided mesh: the numbers are those of one process within bf16's rounding."""
+    changes = {"train.precision": "bf16", "train.steps": 3, "data.validation_fraction": 0.3}
+    alone = launch.train(models.job("encoder", tmp_path, changes), tmp_path / "alone")
+    run = launch.train(models.job("encoder", tmp_path, {**changes, **parse_strategy(mesh)}), tmp_path / "run")
+    assert losses(run) == pytest.approx(losses(alone), rel=2e-2)
+    validated = [r.summary["metrics"]["loss"]["last"] for r in (run, alone)]
+    assert validated[0] == pytest.approx(validated[1], rel=2e-2)
+    tables = [
+        pq.read_table(launch.predict(r.path, str(tmp_path / "encoder.npz"), tmp_path / f"{r.path.name}.parquet"))
+        for r in (run, alone)
+    ]
+    assert tables[0].num_rows == tables[1].num_rows == 61
+    assert tables[0]["sample"].to_pylist() == list(range(61))
+    one, other = (np.stack(table["probability"].to_numpy(zero_copy_only=False)) for table in tables)
+    np.testing.assert_allclose(one, other, atol=0.05)
