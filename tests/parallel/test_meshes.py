@@ -36,6 +36,7 @@ PAIRS = [
     ("llama", "tensor=2,pipeline=2"),
     ("llama", "data=2,shard=2"),
     ("llama", "shard=2,pipeline=2"),
+    ("llama", "pipeline=4"),
     ("bert", "tensor=2,shard=2"),
     ("bert", "pipeline=2"),
     ("bert", "data=2,tensor=4"),

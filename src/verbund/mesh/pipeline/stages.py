@@ -126,7 +126,15 @@ class _Gate(Override):
         if self._index < stages.first:
             return self._skip(args, kwargs)
         if self._index == stages.end:
-            raise _Reached([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+            # What only passes through this stage is what was received.
+            tensors = [x for x in tree_leaves(stages.replaced((args, kwargs))) if isinstance(x, Tensor)]
+            if any(x.is_meta for x in tensors):
+                raise TaskError(
+                    f"`{self._path}` is called with a value that an earlier pipeline stage computed and did not hand on",
+                    where="strategy.mesh.pipeline",
+                    fix="Hand it from layer to layer as an argument, or choose other cut points by `pipeline_plan()`",
+                )
+            raise _Reached(tensors)
         if stages.before:
             args, kwargs = self._take(args, kwargs)
         elif stages.known:
