@@ -130,7 +130,7 @@ class _Gate(Override):
             tensors = [x for x in tree_leaves(stages.replaced((args, kwargs))) if isinstance(x, Tensor)]
             if any(x.is_meta for x in tensors):
                 raise TaskError(
-                    f"`{self._path}` is called with a value that an earlier pipeline stage computed and did not hand on",
+                    f"`{self._path}` is called with a value that an earlier pipeline stage did not hand on",
                     where="strategy.mesh.pipeline",
                     fix="Hand it from layer to layer as an argument, or choose other cut points by `pipeline_plan()`",
                 )
