@@ -250,22 +250,21 @@ def _execute(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        line = _line_in(error, path)
         raise TaskError(
-            f"{type(error).__name__} while it was imported: {text_of(error)}",
-            where=f"{path}{f', line {line}' if line else ''}",
+            f"{type(error).__name__} while it was imported: {text_of(error)}", where=_place_of(error, path)
         ) from error
     return module
 
 
-def _line_in(error: BaseException, path: Path) -> int | None:
+def _place_of(error: BaseException, path: Path) -> str:
+    """The task file, with the innermost line of it that the error came through."""
     line = None
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == str(path):
             line = trace.tb_lineno
         trace = trace.tb_next
-    return line
+    return f"{path}, line {line}" if line else str(path)
 
 
 def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | None:
@@ -284,10 +283,8 @@ def _named_errors(function: Callable[[], Any], path: Path) -> Callable[[], Any]:
         except (VerbundError, MemoryError):
             raise
         except Exception as error:
-            line = _line_in(error, path)
             raise TaskError(
-                f"{type(error).__name__} in `{function.__name__}()`: {error}",
-                where=f"{path}{f', line {line}' if line else ''}",
+                f"{type(error).__name__} in `{function.__name__}()`: {text_of(error)}", where=_place_of(error, path)
             ) from error
 
     return called

@@ -187,14 +187,11 @@ def _bare(path: Path, kind: str) -> nn.Module:
 def skeleton(job: Job) -> nn.Module:
     """The model without values, as its own config describes it."""
     import torch
-    import transformers
 
     path = materialise(job, lambda _: None)
     kind = _kind(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model: nn.Module = getattr(transformers, kind).from_config(config, dtype=torch.float32)
-    return model
+        return _bare(path, kind)
 
 
 def _model(path: Path, kind: str) -> nn.Module:

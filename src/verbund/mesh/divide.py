@@ -1,4 +1,4 @@
-"""How a mesh divides a model: the axes `pipeline`, `tensor` and `shard`, in this order. (The axis `data` divides only
+"""How a mesh divides a model: the axes `tensor`, `pipeline` and `shard`, in this order. (The axis `data` divides only
 samples: see `data.py`.)"""
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Divided:
     Args:
         held: every parameter of which this worker holds something.
         names: all trained parameters of the whole model.
-        layers: where the model may be cut into stages, if it is.
         buffers: names of the buffers that this worker speaks for.
         whole_bytes: of all parameters of the model.
         axis: the axis `tensor`.
@@ -119,7 +118,7 @@ def divide(
         mesh: the axes.
         groups: this worker's peers.
         randomness: learns which draws are cut.
-        call: calls a model with an example on the meta device.
+        call: calls a model with an example.
         costs: of each layer, for stages; None: bytes of parameters.
 
     Raises:
