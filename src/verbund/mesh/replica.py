@@ -15,13 +15,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
 from verbund.checkpoint.piece import Piece
-from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
-from verbund.mesh import activation_checkpointing, batch_statistics, initial, optimizer, schedule
+from verbund.mesh import activation_checkpointing, batch_statistics, equality, initial, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
@@ -30,6 +29,7 @@ from verbund.mesh.groups import Groups
 from verbund.mesh.held import Held
 from verbund.mesh.pipeline import schedule as pipeline_schedule
 from verbund.mesh.pipeline.stages import Boundary
+from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
@@ -111,6 +111,7 @@ class Replica:
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
+        self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
@@ -456,37 +457,12 @@ class Replica:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this replica holds of `kind`: parameters, buffers, optimizer, ema or gradients, as boxes of global
-        tensors.
+        """What this replica holds of `kind`; see `State.pieces`."""
+        return self.state.pieces(kind)
 
-        Of what several workers of a data replica hold one is the owner; replicas share a save among them.
-        """
-        if kind == "buffers":
-            persistent = self.model.state_dict().keys()
-            for name, buffer in self.model.named_buffers():
-                if name in persistent and not buffer.is_meta:
-                    yield Piece.whole(kind, name, buffer, name in self.divided.buffers)
-            return
-        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
-        alone = self.mesh.place("shard") == 0
-        for held in self.divided.held:
-            if kind == "parameters":
-                yield from held.pieces(kind, held.name, held.values.detach(), held.primary)
-            elif kind == "ema" and held.name in averages:
-                yield from held.pieces(kind, held.name, averages[held.name], held.primary)
-            elif kind == "gradients" and held.values.grad is not None:
-                yield from held.pieces(kind, held.name, held.values.grad, held.primary)
-            elif kind == "optimizer":
-                for key, value in self.optimizer.state.get(held.values, {}).items():
-                    if not isinstance(value, Tensor):
-                        continue
-                    if key != "step" and value.shape == held.values.shape and (value.dim() or not held.shape):
-                        yield from held.pieces(kind, f"{held.name}/{key}", value, held.primary)
-                    else:
-                        # Of a tensor in several boxes too there is one such number.
-                        yield Piece.whole(
-                            kind, f"{held.name}/{key}", value, held.primary and alone and _first_share(held)
-                        )
+    def check_equal(self, step: int) -> None:
+        """Compares all replicas of the island; see `equality.check`."""
+        equality.check(self.names, self.parameters, self.groups.data, self.mesh.peers("data"), step)
 
     def pipeline_plan(self, size: int) -> dict[str, Any]:
         """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
@@ -496,85 +472,6 @@ class Replica:
             "chunks": self.strategy.stages_per_worker,
             "micro_batches": len(self.plan(size)),
         }
-
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes of tensors that this worker keeps between steps, by kind, and under `whole` those of a single process.
-
-        Optimiser states count once there are any.
-        """
-        held = self.divided.held
-        states = {h.name: self.optimizer.state.get(h.values, {}).values() for h in held}
-        like = {h.name: sum(isinstance(v, Tensor) and v.shape == h.values.shape for v in states[h.name]) for h in held}
-        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
-        mine = {
-            "parameters": sum(h.values.nbytes for h in held),
-            "gradients": sum(h.values.nbytes for h in self.divided.trained),
-            "optimizer": sum(v.nbytes for values in states.values() for v in values if isinstance(v, Tensor)),
-            "ema": sum(v.nbytes for v in averages.values()),
-            "buffers": sum(b.nbytes for b in self.model.buffers() if not b.is_meta),
-        }
-        copies = max(like.values(), default=0) + 2 + bool(averages)
-        mine["whole"] = self.divided.whole_bytes * copies + mine["buffers"]
-        return mine
-
-    def all_names(self, kind: str) -> set[str]:
-        """The names of all parameters, or saved buffers, of the whole model."""
-        if kind == "parameters":
-            return {name for name, _ in self.model.named_parameters()}
-        persistent = self.model.state_dict().keys()
-        return {name for name, _ in self.model.named_buffers() if name in persistent}
-
-    def load_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Restores the optimiser's state from tensors named `PARAMETER/KEY`."""
-        known = {held.name: held for held in self.divided.trained}
-        for full in checkpoint.names("optimizer"):
-            name, _, key = full.rpartition("/")
-            if (held := known.get(name)) is None:
-                continue
-            if key != "step" and checkpoint.shape("optimizer", full) == held.shape:
-                values = torch.empty_like(held.values)
-                for box, place in held.spans():
-                    part = values[place] if held.shape else values
-                    part.copy_(checkpoint.read("optimizer", full, box.offset, box.length))
-            else:
-                # Step counters stay where the optimiser keeps them; moments lie beside their parameter.
-                values = checkpoint.read("optimizer", full)
-                values = values if values.dim() == 0 else values.to(held.values.device)
-            self.optimizer.state[held.values][key] = values
-
-    def checksums(self) -> Tensor:
-        """One number per parameter: the sum of its bits, exact and independent of order; shape [P], int64."""
-        return torch.stack([_bit_sum(parameter.detach()) for parameter in self.parameters])
-
-    def check_equal(self, step: int) -> None:
-        """Compares the checksums of all replicas.
-
-        Raises:
-            RunFailed: naming the first tensor that differs, and the workers that differ from the majority.
-        """
-        group = self.groups.data
-        if group.world == 1:
-            return
-        gathered = torch.stack(group.all_gather(self.checksums(), "the comparison of the replicas"))
-        different = (gathered != gathered[0]).any(dim=0)
-        if not bool(different.any()):
-            return
-        index = int(different.nonzero()[0])
-        values = gathered[:, index].tolist()
-        usual = max(set(values), key=values.count)
-        peers = self.mesh.peers("data")
-        odd = [peers[place] for place, value in enumerate(values) if value != usual]
-        workers = f"worker{'s' if len(odd) != 1 else ''} {', '.join(map(str, odd))}"
-        fix = (
-            "`model()` must give the same values in every process: it is called with torch, numpy and random seeded"
-            if step == 0
-            else "Replicas stay equal unless the model draws or keeps something of its own per process"
-        )
-        raise RunFailed(
-            f"the replicas differ before step {step}: `{self.names[index]}` on {workers}",
-            where="train",
-            fix=fix,
-        )
 
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:
@@ -607,10 +504,6 @@ def _first(task: Task, name: str, values: Tensor) -> Tensor:
     return task.saved.read(name).to(values.dtype)
 
 
-def _first_share(held: Held) -> bool:
-    return held.tensor_cut is None or held.tensor_cut.worker == 0
-
-
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Calls the model with a tensor, a tuple or list of arguments, or a dict of named ones."""
     if isinstance(inputs, dict):
@@ -625,10 +518,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1)
-    if flat.numel() * flat.element_size() % 4 == 0:
-        return flat.view(torch.int32).sum(dtype=torch.int64).to(tensor.device)
-    return flat.view(torch.uint8).sum(dtype=torch.int64)

@@ -31,7 +31,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
             held = list(replica.pieces(kind))
-            same_names(kind, replica.all_names(kind), set(checkpoint.names(kind)), path)
+            same_names(kind, replica.state.all_names(kind), set(checkpoint.names(kind)), path)
             for piece in held:
                 name = piece.name
                 source = "ema" if kind == "parameters" and name in averaged else kind
@@ -46,7 +46,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     state = checkpoint.state
     if weights_only:
         return state
-    replica.load_optimizer(checkpoint)
+    replica.state.load_optimizer(checkpoint)
     if replica.ema is not None:
         saved = set(checkpoint.names("ema"))
         with torch.no_grad():

@@ -47,7 +47,7 @@ def work(worker: Worker) -> dict[str, Any]:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
-    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.state.held_bytes()))
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(job.train.global_batch))
     training = _Training(worker, run, island, replica, journal, links, state)
