@@ -13,6 +13,7 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     links        bytes sent and received per peer so far, counted by the kernel
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
+    compression  what gradients travelled as, and what came of it: `observe.compression` reads it
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal

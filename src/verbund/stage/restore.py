@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,21 @@ import torch
 
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import CheckpointError
+from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
-def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[str, Any]:
-    """Fills the replica's parameters and buffers, and for training its optimiser and moving average.
+def restore(
+    path: Path, replica: Replica, weights_only: bool = False, notify: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Fills the replica's parameters and buffers, and for training its optimiser, moving average and what compression
+    keeps.
 
     Args:
         path: a checkpoint that the supervising process has verified.
         replica: what is filled.
         weights_only: for validation and prediction: the moving average, if there is one, becomes the parameters.
+        notify: is told what does not go on as if there had been no break.
 
     Returns:
         the training's state as it was saved: step, samples, ….
@@ -55,6 +61,8 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
                 checkpoint.fill("ema" if piece.name in saved else "parameters", piece.name, piece.values, piece.offset)
     if replica.loss_scale is not None and state.get("loss_scale"):
         replica.loss_scale.load(state["loss_scale"])
+    if note := compression.load(checkpoint, replica.compression):
+        notify(note)
     return state
 
 

@@ -16,7 +16,7 @@ from verbund.errors import RunFailed
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 
-KINDS = ("parameters", "buffers", "optimizer", "ema")
+KINDS = ("parameters", "buffers", "optimizer", "ema", "exchange")
 _PART_BYTES = 16 << 20
 
 
@@ -93,13 +93,17 @@ def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
     """Marks which pieces data replica `rank` of `world` owns, of those that its worker speaks for: a run of about equal
     bytes, and few files where there is little.
 
-    The same in every replica, so that each piece has exactly one owner.
+    The same in every replica, so that each piece has exactly one owner. What replicas keep of their own (`exchange`) is
+    marked already.
     """
-    total = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
+    total = sum(piece.values.nbytes for piece in pieces if piece.kind != "exchange")
     writers = min(world, max(1, total // _PART_BYTES))
     marked = []
     place = 0
     for piece in pieces:
+        if piece.kind == "exchange":
+            marked.append(piece)
+            continue
         marked.append(replace(piece, owner=piece.owner and min(place * writers // max(total, 1), writers - 1) == rank))
-        place += piece.values.numel() * piece.values.element_size()
+        place += piece.values.nbytes
     return marked

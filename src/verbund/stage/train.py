@@ -46,14 +46,23 @@ def work(worker: Worker) -> dict[str, Any]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
-    state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    state: dict[str, Any] = {}
+    if source := worker.settings["checkpoint"]:
+        state = restore(Path(source), replica, notify=lambda text: _note(worker, text))
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.state.held_bytes()))
+    if (compression := replica.compression) is not None:
+        worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(job.train.global_batch))
     training = _Training(worker, run, island, replica, journal, links, state)
     replica.check_equal(training.step)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
+
+
+def _note(worker: Worker, text: str) -> None:
+    if worker.spec.rank == 0:
+        worker.send("note", text=text)
 
 
 def _close(journal: Journal, links: Links) -> None:

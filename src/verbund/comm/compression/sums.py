@@ -36,6 +36,7 @@ class Totals:
     """What compression has come to on this worker.
 
     Args:
+        workers: those who add up together.
         steps: compressed ones.
         bytes_without: what the workers' all-reduces would have sent from here, by the size of what they were handed.
         bytes_with: what was sent from here, counted alike.
@@ -44,6 +45,7 @@ class Totals:
         summed: squares of the sums that came of it, over the same steps.
     """
 
+    workers: int = 1
     steps: int = 0
     bytes_without: float = 0.0
     bytes_with: float = 0.0
@@ -96,7 +98,7 @@ class CompressedSums(ABC):
 
     def __init__(self, group: Group, stretches: Sequence[Tensors], seed: int) -> None:
         self.group, self.stretches, self.seed = group, list(stretches), seed
-        self.totals = Totals()
+        self.totals = Totals(group.world)
         self.stamps: list[Stamps] = []
         self.step, self.scale, self.measuring = 0, 1.0, False
         self._finite = True
@@ -157,6 +159,11 @@ class CompressedSums(ABC):
         waited = sum(s.done - s.blocked for s in self.stamps) - waited
         self.totals.seconds += time.monotonic() - begun - waited / 1e9
 
+    def plain(self, size: int) -> None:
+        """So many bytes were added up as they are."""
+        self.totals.bytes_without += self.of_all_reduce(size)
+        self.totals.bytes_with += self.of_all_reduce(size)
+
     @abstractmethod
     def _start(self, number: int) -> None:
         """The stretch's `values` are what is to be sent."""
@@ -174,13 +181,9 @@ class CompressedSums(ABC):
         """Bytes that a worker sends in an all-reduce of `size` bytes."""
         return 2.0 * size * (self.group.world - 1) / self.group.world
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What each tensor was left out of, as it lies in memory; to save and restore."""
-        return {
-            name: stretch.error[part].view(shape)
-            for stretch in self.stretches
-            for (name, part), shape in zip(stretch.parts().items(), stretch.shapes, strict=True)
-        }
+    def errors(self) -> dict[str, Tensor]:
+        """What of each tensor was not sent yet, flat; to save and restore."""
+        return {name: s.error[part] for s in self.stretches for name, part in s.parts().items()}
 
     def warm(self) -> dict[str, Tensor]:
         """What else is kept from step to step, the same on all workers."""
