@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import losses
+from conftest import MakeJob, losses
 from verbund import checkpoint
 from verbund.checkpoint.read import Checkpoint
+from verbund.cluster.local import LocalCluster
 from verbund.errors import RunFailed
+from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
+from verbund.stage.verify import lines, verify
 
 RunJob = Callable[..., Run]
 METHODS = ["fp16", "bf16", "int8", "int4", "sign", "top_k", "power_sgd"]
@@ -205,3 +208,37 @@ def model():
     assert last(run).shape("exchange", "compression/error/2.weight") == (2, 64, 64)
     resumed = launch.resume(run.path, {"strategy.mesh": {"data": 2}, "train.steps": 10})
     assert losses(resumed)[-1] < losses(resumed)[0]
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"shard": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_casts_under_shard(name: str, mesh: dict[str, int], run_job: RunJob) -> None:
+    exact = run_job(ODD, settings("none"))
+    run = run_job(ODD, {**settings(name, warmup=2), "strategy.mesh": mesh})
+    assert losses(run)[:3] == pytest.approx(losses(exact)[:3], rel=1e-5)
+    assert losses(run)[-1] == pytest.approx(losses(exact)[-1], rel=0.02)
+    assert losses(run)[3:] != losses(exact)[3:]
+    assert 1.3 < run.summary["compression"]["ratio"] < 2
+    resumed = launch.resume(run.path, {"train.steps": 10})
+    assert len(losses(resumed)) == 10
+
+
+def test_the_report_has_a_section(run_job: RunJob) -> None:
+    run = run_job(ODD, settings("int8"))
+    page = (run.path / "report.html").read_text()
+    assert "Compressed gradients" in page
+    assert "Compressed gradients" not in (run_job(ODD, settings("none")).path / "report.html").read_text()
+
+
+def test_verify_leaves_it_out_and_says_so(make_job: MakeJob, shared_cluster: LocalCluster) -> None:
+    found = verify(make_job(ODD, parse_strategy("data=2,compression=sign")), steps=1)
+    assert found["passed"]
+    assert any("compression `sign` is inexact" in line for line in lines(found))
+
+
+def test_notes_say_what_it_means(run_job: RunJob) -> None:
+    two = run_job(ODD, settings("int8"))
+    assert any("`int8`, which is inexact" in note for note in two.summary["notes"])
+    one = run_job(ODD, settings("int8", 1))
+    assert any("no effect without the axis `data`" in note for note in one.summary["notes"])
+    assert one.summary["compression"]["ratio"] is None

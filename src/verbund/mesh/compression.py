@@ -79,6 +79,12 @@ class GradientCompression:
         """The names of those that no worker used."""
         return {self._names[id(p)] for p, count in zip(parameters, users, strict=True) if not count}
 
+    def held_bytes(self) -> int:
+        """Bytes of what is kept from step to step."""
+        if self.sums is None:
+            return 0
+        return sum(t.nbytes for kept in (self.sums.errors(), self.sums.warm()) for t in kept.values())
+
     def totals(self) -> dict[str, Any]:
         """What the journal has to know."""
         shards = self.shards.casts.totals if self.shards is not None else None

@@ -481,6 +481,13 @@ class Replica:
             return self.compression.pieces() if self.compression is not None else iter(())
         return self.state.pieces(kind)
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that this worker keeps between steps, by kind; see `State.held_bytes`."""
+        mine = self.state.held_bytes()
+        if self.compression is not None:
+            mine["compression"] = self.compression.held_bytes()
+        return mine
+
     def check_equal(self, step: int) -> None:
         """Compares all replicas of the island; see `equality.check`."""
         equality.check(self.names, self.parameters, self.groups.data, self.mesh.peers("data"), step)

@@ -49,7 +49,7 @@ def work(worker: Worker) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if source := worker.settings["checkpoint"]:
         state = restore(Path(source), replica, notify=lambda text: _note(worker, text))
-    worker.at_end.insert(0, lambda: journal.totals("held", **replica.state.held_bytes()))
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
     if (compression := replica.compression) is not None:
         worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:
