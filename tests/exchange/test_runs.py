@@ -60,9 +60,9 @@ def _cut(run: Run, step: int) -> Run:
     """A copy of the run as it was when it had just saved this step."""
     copy = run.path.with_name(f"{run.path.name}-cut")
     shutil.copytree(run.path, copy)
-    for folder in (copy / "checkpoints").glob("step-*"):
-        if int(folder.name.partition("-")[2]) > step:
-            shutil.rmtree(folder)
+    for later in (copy / "checkpoints").glob("step-*"):
+        if int(later.name.partition("-")[2]) > step:
+            shutil.rmtree(later)
     (copy / "summary.json").unlink()
     return Run.open(copy)
 
