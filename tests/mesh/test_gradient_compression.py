@@ -30,7 +30,7 @@ def one(name: str, place: int, workers: int) -> GradientCompression:
         if tensor == "w":  # as a transposed matrix lies in memory
             values = nn.Parameter(torch.zeros(shape[::-1]).t())
         held.append(Held(tensor, shape, values, values))
-    made = GradientCompression(Compression.model_validate(name), held, Mesh.of({"data": workers}, place), 0)
+    made = GradientCompression(Compression.model_validate(name), held, Mesh(place, data=workers), 0)
     parameters = [h.values for h in held if made.takes(h.values)]
     flat = torch.zeros(sum(p.numel() for p in parameters))
     made.build(Group.apart(place, workers, torch.device("cpu")), [(flat, parameters)])

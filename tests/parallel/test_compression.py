@@ -242,3 +242,20 @@ def test_notes_say_what_it_means(run_job: RunJob) -> None:
     one = run_job(ODD, settings("int8", 1))
     assert any("no effect without the axis `data`" in note for note in one.summary["notes"])
     assert one.summary["compression"]["ratio"] is None
+
+
+@pytest.mark.parametrize(("mesh", "exchange"), [({}, "all_reduce"), ({"data": 2}, {"name": "local_sgd", "every": 3})])
+@pytest.mark.parametrize("name", ["int8", "power_sgd"])
+def test_islands(name: str, mesh: dict[str, int], exchange: Any, run_job: RunJob) -> None:
+    """Gradients that islands add up, and those that each adds up for itself."""
+    changes = {**settings(name), "strategy.mesh": mesh, "strategy.islands": 2, "strategy.exchange": exchange}
+    whole = run_job(ODD, changes)
+    assert whole.summary["compression"]["steps"] == 8
+    run = run_job(ODD, {**changes, "train.steps": 5})
+    run = launch.resume(run.path, {"train.steps": 8})
+    if exchange == "all_reduce":
+        assert losses(run) == losses(whole)
+    else:  # the end of a training is an exchange more
+        assert losses(run)[:5] == losses(whole)[:5]
+    workers = 4 if mesh else 2
+    assert last(run).shape("exchange", "compression/error/second.weight") == (workers, 64, 64)

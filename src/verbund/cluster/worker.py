@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.rendezvous import Meeting, dial
-from verbund.comm.wire import Connection, Deadline, WireError
+from verbund.comm.wire import Connection, Deadline, Message, WireError
 from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -34,6 +34,8 @@ class Worker:
         self.stopping = False
         self.orphaned = False
         self.born = time.monotonic_ns()
+        self.hears: Callable[[Message], None] = lambda _: None
+        """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self._connection = connection
@@ -79,11 +81,14 @@ class Worker:
                 continue
             except WireError:
                 break
-            if message is not None and message.kind == "stop":
+            if message is None:
+                continue
+            if message.kind == "stop":
                 self.stopping = True
-            elif message is not None and message.kind == "end":
+            elif message.kind == "end":
                 self._finish()
                 os._exit(1)
+            self.hears(message)
         self.orphaned = self.stopping = True
         time.sleep(float(self.settings.get("orphan_grace", 30.0)))
         self._finish()

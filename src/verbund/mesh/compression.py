@@ -23,9 +23,10 @@ from verbund.mesh.shard import Shards
 
 KIND = "exchange"
 ERROR = "compression/error/"
-"""Of a parameter, with a first dimension for the workers of the axis `data`: what each has not sent yet."""
+"""Of a parameter, with a first dimension for the replicas of all islands: what each has not sent yet."""
 WARM = "compression/power_sgd/"
-"""Of a parameter, or the boxes of one that a worker holds: the Q to begin with."""
+"""Of a parameter, or the boxes of one that a worker holds, with a first dimension for the islands: the Q to begin
+with."""
 
 
 class GradientCompression:
@@ -44,6 +45,7 @@ class GradientCompression:
     ) -> None:
         self.settings, self.shards = settings, shards
         self._mesh, self._seed = mesh, seed
+        self._place, self._replicas = mesh.place("islands", "data"), mesh.islands * mesh.data
         self._held = {h.name: h for h in held}
         self._names = {id(h.values): h.name for h in held}
         self.sums: CompressedSums | None = None
@@ -99,14 +101,16 @@ class GradientCompression:
 
     def pieces(self) -> Iterator[Piece]:
         """What every worker keeps for the next step."""
-        place, workers = self._mesh.place("data"), self._mesh.data
+        mesh = self._mesh
         for name, held, error in self._errors():
             for box, part in held.spans():
                 values = (error[part] if held.shape else error).unsqueeze(0)
-                shape, offset, length = (workers, *held.shape), (place, *box.offset), (1, *box.length)
+                shape, offset, length = (self._replicas, *held.shape), (self._place, *box.offset), (1, *box.length)
                 yield Piece(KIND, ERROR + name, shape, values.dtype, offset, length, values, held.primary)
         for name, q in self.sums.warm().items() if self.sums is not None else ():
-            yield Piece.whole(KIND, self._warm_name(name), q, place == 0 and self._held[name].primary)
+            speaks = mesh.place("data") == 0 and self._held[name].primary
+            shape, offset, length = (mesh.islands, *q.shape), (mesh.island, 0, 0), (1, *q.shape)
+            yield Piece(KIND, self._warm_name(name), shape, q.dtype, offset, length, q.unsqueeze(0), speaks)
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Takes up what was kept when a checkpoint was saved, by the same or another method; see `load`."""
@@ -123,14 +127,15 @@ class GradientCompression:
                     values.copy_(self._share(checkpoint, ERROR + name, former, box.offset, box.length))
             for name, q in self.sums.warm().items() if self.sums is not None else ():
                 full = self._warm_name(name)
-                if full in saved and checkpoint.shape(KIND, full) == tuple(q.shape):
-                    q.copy_(checkpoint.read(KIND, full))
+                if full in saved and checkpoint.shape(KIND, full)[1:] == tuple(q.shape):
+                    island = min(self._mesh.island, checkpoint.shape(KIND, full)[0] - 1)
+                    q.copy_(checkpoint.read(KIND, full, (island, 0, 0), (1, *q.shape))[0])
         mine = {ERROR + name for name in self._held} & saved
         if lost := len(mine - taken):
             return f"{_DROPPED} of {lost} of {len(mine)} parameters, which are not compressed now"
-        if former and former != self._mesh.data:
+        if former and former != self._replicas:
             return (
-                f"What {former} workers had not sent of their gradients yet is shared out among {self._mesh.data}: "
+                f"What {former} workers had not sent of their gradients yet is shared out among {self._replicas}: "
                 "the sum is the same, the steps are not quite"
             )
         return None
@@ -138,7 +143,7 @@ class GradientCompression:
     def _share(
         self, checkpoint: Checkpoint, name: str, former: int, offset: tuple[int, ...], length: tuple[int, ...]
     ) -> Tensor:
-        place, workers = self._mesh.place("data"), self._mesh.data
+        place, workers = self._place, self._replicas
         sources = [place] if former == workers else range(former)
         total = sum(checkpoint.read(KIND, name, (w, *offset), (1, *length))[0].double() for w in sources)
         assert isinstance(total, Tensor)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +43,14 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Doing = Callable[[str, int], None]
 
 
+class Common(Protocol):
+    """What keeps another set of the model's weights."""
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """Within the block the model has them."""
+        ...
+
+
 class Replica:
     """The model, its optimiser, and the sums over the island's workers.
 
@@ -74,7 +82,7 @@ class Replica:
         self.mesh = mesh
         self.groups = groups
         self.device = groups.island.device
-        self._doing = doing
+        self.doing = doing
         seed_everything(job.seed)
         if not job.train.compile:
             optimizer.without_dynamo()
@@ -113,11 +121,14 @@ class Replica:
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
+        self.common: Common | None = None
+        """What has the islands' common weights, where islands train alone."""
         self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
-        self.division = Division(mesh.batch_workers, unit, job.train.micro_batch, Division.passes_of(mesh))
+        self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
+        """How an island's share of a global batch is divided."""
         self._synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
             self._synchronised = batch_statistics.synchronise(
@@ -130,6 +141,7 @@ class Replica:
         if job.strategy.compression.name != "none":
             self.compression = GradientCompression(job.strategy.compression, trained, mesh, job.seed, self.shards)
         self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression)
+        self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
         self._local_logits = local is not None and divided.output_is_last
@@ -147,54 +159,68 @@ class Replica:
     def joins_forward(self) -> bool:
         """Whether the forward pass has collectives with workers that have other samples, so that a worker without
         samples must still make one."""
-        return self.mesh.batch_workers > 1 and (self._whole_batch or self.mesh.shard > 1)
+        return self.groups.batch.world > 1 and (self._whole_batch or self.mesh.shard > 1)
 
-    def plan(self, size: int) -> list[tuple[int, int, bool]]:
-        """This worker's forward passes over a global batch: half-open ranges, and whether it only takes part, with
-        samples that weigh nothing. Where the passes have collectives all workers have the same number."""
-        mine = [(low, high, False) for low, high in self.division.micro_batches(size, self.mesh.batch_worker)]
+    def joint(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Of the islands' shares of a global batch those whose gradients are added up."""
+        mine = self.mesh.island
+        return sizes[mine : mine + 1] if self.strategy.exchange.local else sizes
+
+    def plan(self, sizes: Sequence[int]) -> list[tuple[int, int, bool]]:
+        """This worker's forward passes over its island's share of a global batch: half-open ranges, and whether it only
+        takes part, with samples that weigh nothing. Where the passes have collectives all workers have the same number.
+
+        Args:
+            sizes: the samples of each island's share.
+        """
+        worker = self.mesh.place("data", "shard")
+        mine = [(low, high, False) for low, high in self.division.micro_batches(sizes[self.mesh.island], worker)]
         if not self.joins_forward:
             return mine
-        most = max(len(self.division.micro_batches(size, worker)) for worker in range(self.mesh.batch_workers))
-        return mine + [(0, min(self.division.unit, size), True)] * (most - len(mine))
+        workers = range(self.division.workers)
+        most = max(len(self.division.micro_batches(size, w)) for size in set(self.joint(sizes)) for w in workers)
+        return mine + [(0, min(self.division.unit, max(sizes)), True)] * (most - len(mine))
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def gradients(
-        self, batches: Iterator[Batch], count: int, step: int, size: int, flag: float, journal: Journal
+        self, batches: Iterator[Batch], count: int, step: int, sizes: Sequence[int], flag: float, journal: Journal
     ) -> StepSums:
-        """Forward and backward passes of one global batch; leaves the gradients' undivided sums.
+        """Forward and backward passes of this worker's share of a global batch; leaves the gradients' undivided sums.
 
         Args:
             batches: where this worker's micro-batches come from.
             count: how many of them belong to this step; may be 0.
             step: the optimiser step, which is the ticket.
-            size: the samples of the global batch.
-            flag: added up over the workers: a reason to stop after this step, or 0.
+            sizes: the samples of each island's share.
+            flag: added up over those workers: a reason to stop after this step, or 0.
             journal: gets the spans.
 
         Raises:
             RunFailed: from the user's model or loss, with the samples concerned.
         """
         self.model.train()
-        low, high = self.division.share(size, self.mesh.batch_worker)
+        joint = self.joint(sizes)
+        size = sum(joint)
+        low, high = self.division.share(sizes[self.mesh.island], self.mesh.place("data", "shard"))
+        leading = len(joint) == 1 or not any(joint[: self.mesh.island])
         self._sums.begin(step, self.loss_scale.scale if self.loss_scale else 1.0)
-        self.buffers.begin(first=low == 0 < high)
+        self.buffers.begin(first=leading and low == 0 < high)
         if self.shards is not None:
             self.shards.begin()
             self.shards.casts.begin(step, self._sums.exact)
             self.shards.gather_rest(training=True)
-        self._doing("computing", step)
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / size
+        self.doing("computing", step)
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(size, 1)
         clock = time.monotonic_ns
         passes = self._pipelined if self.pipeline is not None else self._in_turn
         loss, weight, start = passes(batches, count, step, scale, journal)
         self._collect_gradients(step)
         if not self.speaks:
             loss, weight = 0.0, 0.0
-        self._doing("all-reduce", step)
+        self.doing("all-reduce", step)
         reduced = self._sums.finish(loss, weight, flag, self.buffers.flat() if self.buffers.size else None)
-        self._doing("computing", step)
+        self.doing("computing", step)
         stamps = self._sums.stamps
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
         if self.compression is not None and stamps:
@@ -202,7 +228,7 @@ class Replica:
                 journal.add("compute", step, former.done, later.blocked)
             journal.add("compute", step, stamps[-1].done, clock())
         for index, stamp in enumerate(stamps):
-            number = index_among(self.mesh.peers("data"), self.mesh.world, index)
+            number = index_among(self._summing, self.mesh.world, index)
             journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
         for part in (self.axis, self.shards):
             if part is not None:
@@ -291,7 +317,7 @@ class Replica:
     def _collect_gradients(self, step: int) -> None:
         """Gradients of shares, of tied parameters, and of those of which each worker has only its part."""
         if self.shards is not None:
-            self._doing("the reduce-scatter of gradients", step)
+            self.doing("the reduce-scatter of gradients", step)
             self.shards.finish()
         if self.axis is not None:
             layers.forget(self.model)
@@ -323,13 +349,15 @@ class Replica:
         self.groups.replica.all_reduce(square, "the all-reduce of the norm")
         return float(square.sqrt())
 
-    def update(self, step: int, size: int, sums: StepSums, total_steps: int | None) -> bool:
+    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
 
         Returns:
-            False if the step was left out: an overflow in fp16, or a global batch of no weight.
+            False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        self.buffers.apply(sums.extra, size)
+        size = sum(self.joint(sizes))
+        if size:
+            self.buffers.apply(sums.extra, size)
         if sums.weight == 0:
             return False
         gradients = self._sums.gradients()
@@ -454,12 +482,12 @@ class Replica:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block the model evaluates, with its moving-average weights if the job keeps any."""
+        """Within the block the model evaluates, with the weights that are to be judged (see `judged`)."""
         self.model.eval()
         for column in self.divided.columns:
             column.local = False
         try:
-            with self.averaged():
+            with self.judged():
                 yield
         finally:
             if self.pipeline is not None:
@@ -469,14 +497,16 @@ class Replica:
             for column in self.divided.columns:
                 column.local = self._local_logits
 
-    def averaged(self) -> AbstractContextManager[Any]:
-        """Within the block the model has its moving-average weights, if the job keeps any."""
-        return self.ema.swapped() if self.ema is not None else nullcontext()
+    def judged(self) -> AbstractContextManager[Any]:
+        """Within the block the model has its moving-average weights, if the job keeps any, or those that islands which
+        train alone have in common."""
+        return next((each.swapped() for each in (self.ema, self.common) if each is not None), nullcontext())
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this replica holds of `kind`; see `State.pieces` and, for `exchange`, `GradientCompression.pieces`."""
+        """What this replica holds of `kind`; see `State.pieces` and, for `exchange`, which no two replicas have alike,
+        `GradientCompression.pieces`."""
         if kind == "exchange":
             return self.compression.pieces() if self.compression is not None else iter(())
         return self.state.pieces(kind)
@@ -489,16 +519,16 @@ class Replica:
         return mine
 
     def check_equal(self, step: int) -> None:
-        """Compares all replicas of the island; see `equality.check`."""
-        equality.check(self.names, self.parameters, self.groups.data, self.mesh.peers("data"), step)
+        """Compares all replicas that add up their gradients; see `equality.check`."""
+        equality.check(self.names, self.parameters, self.groups.data, self._summing, step)
 
-    def pipeline_plan(self, size: int) -> dict[str, Any]:
+    def pipeline_plan(self, sizes: Sequence[int]) -> dict[str, Any]:
         """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
         return {
             "schedule": self.strategy.schedule,
             "ranks": self.mesh.pipeline,
             "chunks": self.strategy.stages_per_worker,
-            "micro_batches": len(self.plan(size)),
+            "micro_batches": len(self.plan(sizes)),
         }
 
 

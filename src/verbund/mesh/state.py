@@ -94,21 +94,21 @@ class State:
         persistent = self.model.state_dict().keys()
         return {name for name, _ in self.model.named_buffers() if name in persistent}
 
-    def load_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Restores the optimiser's state from tensors named `PARAMETER/KEY`."""
+    def load_optimizer(self, checkpoint: Checkpoint, kind: str = "optimizer", prefix: str = "") -> None:
+        """Restores the optimiser's state from tensors named `PREFIX` `PARAMETER/KEY`."""
         known = {held.name: held for held in self.divided.trained}
-        for full in checkpoint.names("optimizer"):
-            name, _, key = full.rpartition("/")
+        for full in checkpoint.names(kind):
+            if not full.startswith(prefix):
+                continue
+            name, _, key = full.removeprefix(prefix).rpartition("/")
             if (held := known.get(name)) is None:
                 continue
-            if key != "step" and checkpoint.shape("optimizer", full) == held.shape:
+            if key != "step" and checkpoint.shape(kind, full) == held.shape:
                 values = torch.empty_like(held.values)
-                for box, place in held.spans():
-                    part = values[place] if held.shape else values
-                    part.copy_(checkpoint.read("optimizer", full, box.offset, box.length))
+                held.fill(values, checkpoint, kind, full)
             else:
                 # Step counters stay where the optimiser keeps them; moments lie beside their parameter.
-                values = checkpoint.read("optimizer", full)
+                values = checkpoint.read(kind, full)
                 values = values if values.dim() == 0 else values.to(held.values.device)
             self.optimizer.state[held.values][key] = values
 

@@ -163,7 +163,7 @@ def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     facts = Facts(**result["facts"])
     available = _available_bytes()
     need = facts.worker_bytes * job.world
-    divided = job.world > job.strategy.mesh.get("data", 1)
+    divided = job.world > job.strategy.islands * job.strategy.mesh.get("data", 1)
     if available is not None and need > available:
         fit = max(available // max(facts.worker_bytes, 1), 0)
         fixes = [f"use at most {fit} workers"] if fit and not divided else []

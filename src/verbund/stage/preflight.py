@@ -53,7 +53,7 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     notes: list[str] = []
-    deferred = Mesh.of(job.strategy.mesh, 0).divides_model and can_be_deferred(task, job.seed, notes)
+    deferred = Mesh.of(job.strategy, 0).divides_model and can_be_deferred(task, job.seed, notes)
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
@@ -126,7 +126,8 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     method = job.strategy.compression.name
     if method != "none":
         exchanged = ["data", "shard"] if method in CASTS else ["data"]
-        if all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
+        joint = job.strategy.islands if not job.strategy.exchange.local else 1
+        if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
             notes.append("`strategy.compression` has no effect without the axis `data`")
         else:
             notes.append(f"Gradients travel as `{method}`, which is inexact: results are not those of a single process")

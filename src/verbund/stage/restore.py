@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,18 @@ import torch
 
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import CheckpointError
+from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
-def restore(
-    path: Path, replica: Replica, weights_only: bool = False, notify: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Fills the replica's parameters and buffers, and for training its optimiser, moving average and what compression
-    keeps.
+def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[str, Any]:
+    """Fills the replica's parameters and buffers, and for training its optimiser and moving average.
 
     Args:
         path: a checkpoint that the supervising process has verified.
         replica: what is filled.
         weights_only: for validation and prediction: the moving average, if there is one, becomes the parameters.
-        notify: is told what does not go on as if there had been no break.
 
     Returns:
         the training's state as it was saved: step, samples, ….
@@ -61,9 +57,22 @@ def restore(
                 checkpoint.fill("ema" if piece.name in saved else "parameters", piece.name, piece.values, piece.offset)
     if replica.loss_scale is not None and state.get("loss_scale"):
         replica.loss_scale.load(state["loss_scale"])
-    if note := compression.load(checkpoint, replica.compression):
-        notify(note)
     return state
+
+
+def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) -> list[str]:
+    """Gives an exchange, and the compression of gradients, what the checkpoint has of their state, after `restore`.
+
+    Returns:
+        what does not go on as if there had been no break, in sentences.
+    """
+    checkpoint = Checkpoint.open(path, verify=False)
+    note = compression.load(checkpoint, replica.compression)
+    notes = [note] if note else []
+    if exchange is not None:
+        return notes + exchange.load(checkpoint, checkpoint.step)
+    record = checkpoint.state.get("exchange")
+    return notes + ([f"The state of the exchange `{record['name']}` was dropped"] if record else [])
 
 
 def same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:

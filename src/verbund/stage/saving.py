@@ -13,10 +13,11 @@ from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import RunFailed
+from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 
-KINDS = ("parameters", "buffers", "optimizer", "ema", "exchange")
+KINDS = ("parameters", "buffers", "optimizer", "ema")
 _PART_BYTES = 16 << 20
 
 
@@ -28,12 +29,16 @@ class Saver:
         run: where the checkpoints lie.
         replica: what is saved.
         deadline: seconds that writing one part may take.
+        exchange: between islands that train alone.
     """
 
-    def __init__(self, worker: Worker, run: Run, replica: Replica, deadline: float) -> None:
+    def __init__(
+        self, worker: Worker, run: Run, replica: Replica, deadline: float, exchange: LocalSteps | None = None
+    ) -> None:
         self._worker = worker
         self._run = run
         self._replica = replica
+        self._exchange = exchange
         self._deadline = deadline
         self._snapshot = Snapshot()
         self._writing: threading.Thread | None = None
@@ -42,8 +47,7 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
-        mesh = self._replica.mesh
-        pieces = self._snapshot.take(shared(list(self._pieces()), mesh.place("data"), mesh.data))
+        pieces = self._copied()
         self.last = step
         self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -64,9 +68,20 @@ class Saver:
                 )
             self._writing = None
 
-    def _pieces(self) -> Any:
-        for kind in KINDS:
-            yield from self._replica.pieces(kind)
+    def _copied(self) -> list[Piece]:
+        """A copy of what this worker saves; the rest is only noted."""
+        replica, mesh = self._replica, self._replica.mesh
+        own = list(replica.pieces("exchange"))
+        if self._exchange is None:
+            pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
+            return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data) + own)
+        self._exchange.drain()
+        with self._exchange.swapped():
+            pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
+            if mesh.island:  # the first one speaks for all
+                pieces = [replace(piece, owner=False) for piece in pieces]
+            pieces += self._exchange.pieces()
+            return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
     def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
         rank = self._replica.mesh.rank
@@ -93,17 +108,13 @@ def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
     """Marks which pieces data replica `rank` of `world` owns, of those that its worker speaks for: a run of about equal
     bytes, and few files where there is little.
 
-    The same in every replica, so that each piece has exactly one owner. What replicas keep of their own (`exchange`) is
-    marked already.
+    The same in every replica, so that each piece has exactly one owner.
     """
-    total = sum(piece.values.nbytes for piece in pieces if piece.kind != "exchange")
+    total = sum(piece.values.numel() * piece.values.element_size() for piece in pieces)
     writers = min(world, max(1, total // _PART_BYTES))
     marked = []
     place = 0
     for piece in pieces:
-        if piece.kind == "exchange":
-            marked.append(piece)
-            continue
         marked.append(replace(piece, owner=piece.owner and min(place * writers // max(total, 1), writers - 1) == rank))
-        place += piece.values.nbytes
+        place += piece.values.numel() * piece.values.element_size()
     return marked
