@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from verbund.comm import wire
-from verbund.comm.wire import MAGIC, Closed, Connection, Deadline, Message, WireError
+from verbund.comm.wire import Closed, Connection, Deadline, Message, WireError, frames
 
-DTYPES = sorted(wire._DTYPES)
+DTYPES = sorted(frames.DTYPES)
 PREFIX = struct.Struct("<IIQI")
 
 
@@ -77,7 +76,7 @@ def frame(header: Any, body: bytes = b"", *, size: int | None = None, crc: int |
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     right = zlib.crc32(body, zlib.crc32(encoded))
     length = len(body) if size is None else size
-    return PREFIX.pack(MAGIC, len(encoded), length, right if crc is None else crc) + encoded + body
+    return PREFIX.pack(frames.MAGIC, len(encoded), length, right if crc is None else crc) + encoded + body
 
 
 JSON = st.recursive(
@@ -234,7 +233,7 @@ def test_shapes_are_checked_before_anything_is_allocated(arrays: list[Any], size
 def test_lengths_over_the_limit_are_refused_at_once(header: int, body: int) -> None:
     """Before anything is allocated, and without waiting for what would follow."""
     with pair(body_limit=1000, header_limit=1000) as (raw, connection):
-        raw.sendall(PREFIX.pack(MAGIC, header, body, 0))
+        raw.sendall(PREFIX.pack(frames.MAGIC, header, body, 0))
         tracemalloc.start()
         try:
             with pytest.raises(WireError, match="over the limit"):
