@@ -12,6 +12,7 @@ of B bits each (`bits`). Lengths are checked before anything is allocated; nothi
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -180,9 +181,14 @@ def _raw(array: Payload) -> tuple[str, list[int], Array]:
     return dtype, list(plain.shape), np.ascontiguousarray(plain, dtype=plain.dtype.newbyteorder("<"))
 
 
+@functools.cache
+def _name(dtype: Any) -> str:
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
 def _plain(array: Array | Tensor) -> tuple[str, Array]:
     """The name of an array's dtype on the wire, and its memory as an array of numpy: bfloat16 as int16."""
-    name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype).removeprefix("torch.")
+    name = _name(array.dtype)
     if name not in DTYPES and (name != BFLOAT16 or isinstance(array, np.ndarray)):
         raise ValueError(f"an array of type {name} does not travel")
     if isinstance(array, np.ndarray):

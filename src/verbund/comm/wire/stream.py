@@ -10,6 +10,7 @@ from typing import Protocol
 from verbund.comm.wire.failure import Closed, Deadline
 
 _LONGEST_POLL = 86400.0
+_UNIX_BUFFER = 1 << 22  # bytes; TCP finds its own measure
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -111,7 +112,9 @@ def receive_some(stream: Stream, view: memoryview, deadline: float | None) -> in
 
 def prepare(sock: socket.socket) -> None:
     """Makes a connected socket fit for messages: small ones leave at once, and a peer whose host is gone is noticed."""
-    if sock.family != socket.AF_UNIX:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+    else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
