@@ -41,7 +41,8 @@ class Connection:
         stream: a connected stream socket (Unix or TCP), plain or under TLS; the connection owns it from now on.
         body_limit: bytes of arrays that one message may carry.
         header_limit: bytes of kind, fields and descriptions that one message may carry.
-        stall: seconds that the peer may take nothing of what is sent before it counts as gone; 0: no limit.
+        stall: seconds that the peer may take nothing of what is sent, or say nothing within a message, before it
+            counts as gone; 0: no limit.
         peer: who is at the other end, as far as it is known.
     """
 
@@ -179,7 +180,8 @@ class Connection:
 
     def _fill(self, view: memoryview, deadline: float | None, seen: Any = None) -> None:
         while view.nbytes:
-            count = receive_some(self._stream, view[:_BLOCK], deadline)
+            stall = self._stall if self._torn[1] else 0
+            count = receive_some(self._stream, view[:_BLOCK], deadline, stall)
             self._torn[1] = True  # until the message is whole
             if seen is not None:
                 seen.update(view[:count])
