@@ -13,8 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 _SUBNETS = range(1, 250)
 _END_SECONDS = 5.0
@@ -45,7 +44,7 @@ class Lab:
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
         self._count, self._rate = hosts, rate
-        self._lock: IO[str] | None = None
+        self._lock: tuple[str, int] | None = None
         self._net = ""
         self.hosts: list[str] = []
         """The hosts' addresses."""
@@ -72,9 +71,10 @@ class Lab:
         """Ends all that runs on the hosts, and removes them."""
         _remove(self._net)
         if self._lock is not None:
-            Path(self._lock.name).unlink(missing_ok=True)
-            self._lock.close()
+            path, lock = self._lock
             self._lock = None
+            os.unlink(path)
+            os.close(lock)
 
     def on(self, host: int) -> list[str]:
         """What makes a command run on a host."""
@@ -125,16 +125,16 @@ class Lab:
     def _claim(self) -> str:
         """A network that no living lab has; what a killed one has left there is removed."""
         for number in _SUBNETS:
-            lock = open(f"/tmp/verbund-lab-{number}.lock", "w", encoding="ascii")
+            path = f"/tmp/verbund-lab-{number}.lock"
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
+                if os.stat(path).st_ino != os.fstat(lock).st_ino:
+                    raise FileNotFoundError
+            except (BlockingIOError, FileNotFoundError):  # it is taken, or its owner has just given it up
+                os.close(lock)
                 continue
-            if not os.path.exists(lock.name):  # its owner has just removed it
-                lock.close()
-                continue
-            self._lock = lock
+            self._lock = (path, lock)
             net = f"10.77.{number}"
             _remove(net)
             return net
