@@ -269,7 +269,8 @@ class WarmServer:
         """The connection broke: the reason is how the server ended."""
         if self.lost is None:
             try:
-                how: Exit | str = Exit(self._process.pid, self._process.wait(_EXIT_SECONDS))
+                patience = _EXIT_SECONDS / 10 if self._command else _EXIT_SECONDS  # a host that is lost tells nothing
+                how: Exit | str = Exit(self._process.pid, self._process.wait(patience))
             except subprocess.TimeoutExpired:
                 how = f"is lost: {error}"
                 self._process.kill()
