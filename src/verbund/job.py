@@ -7,7 +7,9 @@ and all problems are reported at once. Every default of the product stands here.
 from __future__ import annotations
 
 import copy
+import ipaddress
 import math
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from verbund.errors import InputError, JobError, Problem, nearest
 from verbund.job_problems import problems, section_at, shown
+from verbund.placement import place, spans
 
 
 def _listed(value: Any) -> Any:
@@ -399,7 +402,19 @@ AXES = ("data", "shard", "tensor", "pipeline")
 class Cluster(Section):
     """Where processes run, and how long anything may take."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "hosts"] = "local"
+    """`local`: this machine. `hosts`: several, over a network."""
+    hosts: Annotated[list[str], Field(examples=[["10.0.0.1", "10.0.0.2"]])] = []
+    """Kind `hosts`: names or addresses. Workers fill them in the order of ranks; an island stays on one host where it
+    fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
+    slots: Annotated[Positive | list[Positive] | None, Field(examples=[4])] = None
+    """Kind `hosts`: workers that a host takes, or a list with one number a host; default: an even share."""
+    command: str = "ssh {host}"
+    """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
+    none."""
+    trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
+    """Kind `hosts`: a network that is yours alone. An island over several hosts moves its tensors there without
+    encryption, and is refused elsewhere."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""
@@ -413,6 +428,52 @@ class Cluster(Section):
     """Seconds after the loss of the supervisor within which all workers have ended."""
     stop_grace: Annotated[float, Field(gt=0)] = 10.0
     """Seconds a process gets to end when asked, before it is killed."""
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Cluster:
+        problems = []
+        if self.kind == "hosts" and not self.hosts:
+            problems.append('kind `hosts` needs `hosts`, e.g. `hosts = ["10.0.0.1", "10.0.0.2"]`')
+        if self.kind != "hosts" and self.hosts:
+            problems.append('`hosts` are used with `kind = "hosts"` alone')
+        if twice := sorted({host for host in self.hosts if self.hosts.count(host) > 1}):
+            problems.append(f"`hosts` names {', '.join(twice)} more than once; `slots` says how many workers it takes")
+        if any(not host.strip() or host.startswith("-") or any(map(str.isspace, host)) for host in self.hosts):
+            problems.append("a host is a name or an address, without spaces and not beginning with `-`")
+        if isinstance(self.slots, list) and len(self.slots) != len(self.hosts):
+            problems.append(f"`slots` has {len(self.slots)} numbers for {len(self.hosts)} hosts")
+        problems += _command_problems(self.command)
+        if self.trusted_network is not None:
+            try:
+                network = ipaddress.ip_network(self.trusted_network)
+            except ValueError as error:
+                problems.append(f"`trusted_network` is no network such as 10.0.0.0/24: {error}")
+            else:
+                outside = [
+                    host for host in self.hosts if _is_address(host) and ipaddress.ip_address(host) not in network
+                ]
+                if outside:
+                    problems.append(f"{', '.join(outside)} does not lie in `trusted_network` {network}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _command_problems(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+        [word.format(host="host") for word in words]
+    except (ValueError, KeyError, IndexError) as error:
+        return [f"`command` cannot be read: {error}; the host's name is `{{host}}`"]
+    return [] if words else ["`command` is empty; it is what reaches a host, e.g. `ssh {host}`"]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class Observe(Section):
@@ -477,9 +538,23 @@ class Job(Section):
             )
         if self.data.validation is not None and self.data.validation_fraction > 0:
             problems.append("give `data.validation` or `data.validation_fraction`, not both")
+        problems += self._placement_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _placement_problems(self) -> list[str]:
+        cluster, strategy = self.cluster, self.strategy
+        if cluster.kind != "hosts" or strategy.world < 1:
+            return []
+        places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
+        if places is None:
+            return [f"`cluster.slots` has too little room for {strategy.world} workers on {len(cluster.hosts)} hosts"]
+        if spans(places, strategy.islands) and cluster.trusted_network is None:
+            what = "an island over several hosts moves its tensors without encryption or proof of who takes part"
+            fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
+            return [f"{what}: {fix}; else give each host as many `cluster.slots` as an island has workers"]
+        return []
 
     @staticmethod
     def read(path: str | Path, changes: dict[str, Any] | None = None) -> Job:

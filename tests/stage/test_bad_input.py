@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from conftest import MLP, MakeJob
+from verbund.cluster import local
 from verbund.errors import InputError, JobError, RunFailed
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage import before, launch
+from verbund.stage import launch
 
 RunJob = Callable[..., Run]
 TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics": ["accuracy"]}
@@ -157,7 +158,7 @@ def test_existing_directory_is_left_alone(make_job: MakeJob, tmp_path: Path) -> 
 
 
 def test_more_memory_than_there_is(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(local, "free_memory", lambda: 1000)
     with pytest.raises(InputError, match=r"workers need about .* of memory"):
         run_job(changes={"strategy.mesh": {"data": 3}})
 

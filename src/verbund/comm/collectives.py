@@ -37,25 +37,30 @@ class PeerLost(ClusterLost):
 class Group:
     """Workers of one island and what they do together.
 
-    A group of one does nothing and costs nothing. gloo's sockets are bound to loopback: a group lives on one host.
+    A group of one does nothing and costs nothing. gloo's sockets are bound to `address`.
 
     Args:
-        store: path of a file that all members of this generation share, in a folder private to the user.
+        store: torch's, through which all members of this generation find each other; or the path of a file for one.
         rank: this process's number, 0 … world − 1.
         world: how many there are.
         device: where the tensors lie; `cuda` uses NCCL for them and gloo for what stays on the host.
         timeout: seconds after which a collective gives up by itself.
+        address: of this host; loopback if all members are on it. gloo has no TLS: between hosts the network must be
+            trusted.
     """
 
-    def __init__(self, store: Path | None, rank: int, world: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, device: torch.device, timeout: float, address: str = "127.0.0.1"
+    ) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._timeout = timeout
+        self._address = address
         self._gloo: Any = None
         self._nccl: Any = None
         self._store: Any = None
         if world > 1:
             assert store is not None, "a group of several needs a store"
-            self._store = c10d.FileStore(str(store), world)
+            self._store = c10d.FileStore(str(store), world) if isinstance(store, Path) else store
             self._meet()
 
     @staticmethod
@@ -74,7 +79,7 @@ class Group:
             name: of the group, e.g. the axis.
             ranks: numbers in this group, in the order in which they count in the new one.
         """
-        part = Group(None, 0, 1, self.device, self._timeout)
+        part = Group(None, 0, 1, self.device, self._timeout, self._address)
         part.rank, part.world = ranks.index(self.rank), len(ranks)
         if part.world > 1:
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
@@ -86,7 +91,7 @@ class Group:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = limit
         options._threads = _THREADS
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
             store = c10d.PrefixStore("gloo/", self._store)
             self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
-from verbund.cluster.local import LocalCluster
-from verbund.cluster.process import Process
+from verbund.cluster.process import Cluster, Process
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
@@ -28,7 +27,7 @@ from verbund.stage.stopping import Promises
 
 
 def attempt(
-    cluster: LocalCluster,
+    cluster: Cluster,
     run: Run,
     job: Job,
     prepared: Prepared,
@@ -38,6 +37,7 @@ def attempt(
     interrupts: Interrupts,
     warnings: list[str] | None = None,
 ) -> Run:
+    cluster.check_shared([run.path])
     generation = run.begin_attempt()
     keep_schema(run, job, prepared)
     journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)

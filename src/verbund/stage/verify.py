@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import checkpoint
-from verbund.cluster.local import LocalCluster
-from verbund.cluster.process import ProcessSpec
+from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.errors import InputError, RunFailed
 from verbund.job import Job, parse_strategy
 from verbund.mesh.axes import Division, Mesh
@@ -75,9 +74,9 @@ def verify(
     return found
 
 
-def _compared(cluster: LocalCluster, sides: list[Job], steps: int, notify: before.Notify) -> dict[str, Any]:
+def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Notify) -> dict[str, Any]:
     results, folders = [], []
-    with tempfile.TemporaryDirectory(dir=cluster.meeting.folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=cluster.scratch) as scratch:
         prepared = before.prepared_data(sides[0], notify)
         for index, side in enumerate(sides):
             facts = before.dry_run(cluster, side, prepared)
@@ -137,7 +136,7 @@ def _inexact(job: Job, against: str | None) -> list[str]:
     ]
 
 
-def _compare(cluster: LocalCluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+def _compare(cluster: Cluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     spec = ProcessSpec("comparison", 0, 1, "verbund.stage.verifying:compare", settings=settings)
     return supervised(cluster, job, [spec])[0]
 
