@@ -90,4 +90,7 @@ class Island:
         store = worker.meeting.store(settings["store"])
         group = Group(store, rank, world, place, job.cluster.step_deadline + 60.0)
         mesh = Mesh.of(job.strategy.mesh, rank)
-        return Island(job, task, mesh, Groups.of(mesh, group), train_set, validation_set, loaders, threads)
+        groups = Groups.of(mesh, group)
+        for note in groups.notes():
+            worker.send("note", text=note)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)
