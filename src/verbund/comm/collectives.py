@@ -143,12 +143,12 @@ class Group:
 
     def _polled_all_reduce(self, tensor: Tensor, maximum: bool) -> Callable[[], bool]:
         """Starts an all-reduce; what it gives says whether that is over."""
-        work = self.start_all_reduce(tensor, maximum)
+        work: Any = self.start_all_reduce(tensor, maximum)
 
         def over() -> bool:
-            if work is not None and not work.is_completed():
+            if not work.is_completed():
                 return False
-            self.finish(work, "an all-reduce between hosts")
+            _landed(work.wait, "an all-reduce between hosts")
             return True
 
         return over
@@ -187,13 +187,10 @@ class Group:
         if isinstance(work, Started):
             work.finish(what)
             return
-        try:
-            if self._host is not None and self._host.progress.pending:
-                self._host.progress.beside(work.wait)
-            else:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"{what} broke off: {_first_line(error)}") from error
+        if self._host is not None and self._host.progress.pending:
+            self._host.progress.beside(lambda: _landed(work.wait, what))
+        else:
+            _landed(work.wait, what)
 
     def all_reduce(self, tensor: Tensor, what: str, maximum: bool = False) -> None:
         """Adds up (or takes the maximum of) `tensor` over all workers, in place."""
@@ -307,6 +304,13 @@ class _Added:
     def wait(self) -> None:
         self._work.wait()
         Reducer().into(self._target.view(-1), list(self._received), False)
+
+
+def _landed(wait: Callable[[], Any], what: str) -> None:
+    try:
+        wait()
+    except RuntimeError as error:
+        raise PeerLost(f"{what} broke off: {_first_line(error)}") from error
 
 
 def _adds(tensor: Tensor) -> bool:
