@@ -14,6 +14,7 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
                  has handed over to collectives through shared memory, which are no network's
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
+    compression  what gradients travelled as, and what came of it: `observe.compression` reads it
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal

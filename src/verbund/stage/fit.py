@@ -212,5 +212,7 @@ def need_of(replica: Replica, peak: int, workers: int) -> Need:
     averages = [v for _, v in replica.ema.named_tensors()] if replica.ema is not None else []
     saved = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *states, *averages])
     gradients = sum(p.nbytes for p in replica.parameters)
-    # Besides: the copy that a checkpoint is written from, and the buckets of the all-reduce.
-    return Need(2 * saved + gradients * (2 if workers > 1 else 1), max(peak - saved - gradients, 0))
+    # Besides: the copy that a checkpoint is written from, the buckets of the all-reduce, and of a compression what was
+    # not sent yet, its copy, and messages.
+    copies = 1 + (workers > 1) + (3 if workers > 1 and replica.strategy.compression.name != "none" else 0)
+    return Need(2 * saved + gradients * copies, max(peak - saved - gradients, 0))
