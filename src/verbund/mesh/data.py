@@ -49,10 +49,9 @@ class StepSums:
 class _Bucket:
     """A flat stretch of memory that holds the gradients of some parameters."""
 
-    def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
-        first = parameters[0]
+    def __init__(self, parameters: list[nn.Parameter], tail: int, group: Group) -> None:
         sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
+        self.flat = group.empty(sum(sizes) + tail, parameters[0].dtype).zero_()
         self.parameters = parameters
         pieces = torch.split(self.flat, [*sizes, tail])
         self.views = [like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
@@ -239,7 +238,7 @@ class GradientSums:
         backwards = self._parameters[::-1]
         compressed = _groups([p for p in backwards if takes(p)])
         for number, parameters in enumerate(compressed):
-            bucket = _Bucket(parameters, 0)
+            bucket = _Bucket(parameters, 0, self._group)
             bucket.compressed = number
             self._buckets.append(bucket)
         if self._compression is not None and compressed:
@@ -248,10 +247,10 @@ class GradientSums:
         groups = _groups([p for p in backwards if not takes(p)])
         for index, parameters in enumerate(groups):
             carries = index == len(groups) - 1 and parameters[0].dtype == self._numbers.dtype
-            self._buckets.append(_Bucket(parameters, tail if carries else 0))
+            self._buckets.append(_Bucket(parameters, tail if carries else 0, self._group))
         if not self._buckets[-1].tail.numel():
             nothing = nn.Parameter(self._numbers.new_zeros(0))
-            self._buckets.append(_Bucket([nothing], tail))
+            self._buckets.append(_Bucket([nothing], tail, self._group))
         if len(self._buckets) > 1:
             for number, bucket in enumerate(self._buckets):
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -87,7 +87,7 @@ class _Unit:
         self._casts = casts
         self._size = sum(share.size for share in shares)
         self._arriving: tuple[Work | None, Tensor, Tensor, int] | None = None
-        self._leaving: tuple[Work | None, Tensor, Tensor, int] | None = None
+        self._leaving: tuple[Work | None, Tensor, Tensor | None, Any, int] | None = None
         self._trained = [share for share in shares if share.parameter.requires_grad]
         # A gradient goes through frozen parameters after those of the trained ones are there.
         self.partly_frozen = len(self._trained) < len(shares)
@@ -168,20 +168,27 @@ class _Unit:
                     share.parameter.grad = None
                     share.used = True
                 at += share.size
-            sent = self._casts.encoded(sent)
-            received = torch.empty_like(sent)
-        self._leaving = (self._sums.start_all_to_all(received, sent), received, sent, time.monotonic_ns())
+            cast = self._casts.encoded(sent)
+            total = sent.new_empty(self._size)
+            received = torch.empty_like(cast) if cast is not sent else None
+        if received is None:
+            work = self._sums.start_reduce_scatter(total, sent)
+        else:
+            work = self._sums.start_all_to_all(received, cast)
+        self._leaving = (work, total, received, (sent, cast), time.monotonic_ns())
 
     def collect(self) -> None:
         """Waits for the sums under way and adds them to this worker's gradients."""
         if self._leaving is None:
             return
-        work, received, _, begun = self._leaving
+        work, total, received, _, begun = self._leaving
         self._leaving = None
         with self._traffic.timed(begun):
             self._sums.finish(work, "the reduce-scatter of gradients")
         with torch.no_grad():
-            total = self._casts.decoded(received, self.shares[0].values.new_empty(self._sums.world, self._size)).sum(0)
+            if received is not None:
+                rows = self._casts.decoded(received, total.new_empty(self._sums.world, self._size))
+                torch.sum(rows, 0, out=total)
             at = 0
             for share in self.shares:
                 values = share.values

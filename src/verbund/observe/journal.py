@@ -49,6 +49,7 @@ class ProcessJournal:
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
         links: peer to bytes sent and received; None if not measured.
+        shared_bytes: handed over to collectives through shared memory.
         peak_bytes: most memory; None if not measured.
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         compression: what gradients travelled as (`method`) and counts of what came of it; None if as they were.
@@ -76,6 +77,7 @@ class ProcessJournal:
     thinned: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
+    shared_bytes: int | None = None
     peak_bytes: int | None = None
     held: dict[str, int] | None = None
     compression: dict[str, Any] | None = None
@@ -267,6 +269,7 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
             journal.events.append(line)
     elif kind == "links":
         journal.links = _links(line.get("links"))
+        journal.shared_bytes = _count(line.get("shared"))
     elif kind == "memory":
         journal.peak_bytes = _count(line.get("peak"))
     elif kind == "held":

@@ -92,4 +92,6 @@ class Island:
         group = Group(Store(worker.ask, "island", timeout), rank, world, place, timeout, worker.address)
         mesh = Mesh.of(job.strategy, rank)
         groups = Groups.of(mesh, group, synchronous=not job.strategy.exchange.local)
+        for note in groups.notes():
+            worker.send("note", text=note)
         return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)

@@ -44,7 +44,7 @@ def work(worker: Worker) -> dict[str, Any]:
     job = island.job
     journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
     links = Links()
-    worker.at_end.append(lambda: _close(journal, links))
+    worker.at_end.append(lambda: _close(journal, links, island))
     replica = island.replica(worker)
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
@@ -69,8 +69,8 @@ def work(worker: Worker) -> dict[str, Any]:
     return training.run_to_end()
 
 
-def _close(journal: Journal, links: Links) -> None:
-    journal.totals("links", links=links.sample())
+def _close(journal: Journal, links: Links, island: Island) -> None:
+    journal.totals("links", links=links.sample(), shared=island.groups.island.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
     journal.close()
 
@@ -250,7 +250,7 @@ class _Training:
             self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            self.journal.totals("links", links=self.links.sample())
+            self.journal.totals("links", links=self.links.sample(), shared=self.island.groups.island.shared_bytes)
             self.journal.totals("memory", peak=peak_bytes())
             self.journal.flush()
 
