@@ -142,7 +142,9 @@ class Ours:
         held = [Held(name, tuple(p.shape), p, p) for name, p in self.model.named_parameters()]
         mesh = Mesh(group.rank, data=group.world)
         self.compression = (
-            GradientCompression(Compression.model_validate(method), held, mesh, 0) if method != "none" else None
+            GradientCompression(Compression.model_validate({"name": method, "warmup": 0}), held, mesh, 0)
+            if method != "none"
+            else None
         )
         self.sums = GradientSums(list(self.model.parameters()), group, compression=self.compression)
 
