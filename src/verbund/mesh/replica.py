@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
@@ -106,6 +106,8 @@ class Replica:
         trained = divided.trained
         self.names = [held.name for held in trained]
         self.parameters = [held.values for held in trained]
+        if not trained:  # all that this worker's stages hold is frozen
+            self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
         self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
         self.ema: ExponentialMovingAverage | None = None
@@ -330,7 +332,7 @@ class Replica:
                 return False
             if self.train.clip_norm is not None and norm > self.train.clip_norm:
                 factor *= self.train.clip_norm / norm
-        if factor != 1.0:
+        if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
@@ -472,6 +474,11 @@ class Replica:
             "chunks": self.strategy.stages_per_worker,
             "micro_batches": len(self.plan(size)),
         }
+
+
+def _placeholder(model: nn.Module) -> nn.Parameter:
+    """A parameter without elements, which is trained and saved nowhere."""
+    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
 
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:

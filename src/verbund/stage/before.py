@@ -37,7 +37,7 @@ class Facts:
     worker_bytes: int
     notes: list[str]
     costs: list[float] | None
-    """Seconds of each layer at which a pipeline may be cut."""
+    """The work of each layer at which a pipeline may be cut."""
     deferred: bool
     """Whether workers can build their parts of the model alone."""
     probe: dict[str, Any] | None

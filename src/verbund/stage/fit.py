@@ -3,15 +3,12 @@ the memory there is."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
@@ -20,12 +17,11 @@ from verbund.mesh import divide, initial
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
-from verbund.mesh.replica import Replica, call, record
+from verbund.mesh.pipeline.trace import to_meta
+from verbund.mesh.replica import Replica, record
 from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
 from verbund.task import Task
-
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Fit:
 
     Args:
         worker_bytes: of the worker that needs most, estimated unless nothing is divided.
-        costs: seconds of each layer's forward and backward pass, where there is a pipeline.
+        costs: of each layer, in no unit, where there is a pipeline.
         others: meshes of as many workers in which a worker needs less, with what it would need.
         notes: for the user.
     """
@@ -94,9 +90,10 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     largest = 1.0
     if mesh.pipeline > 1:
         plan = task.pipeline_plan() if task.pipeline_plan is not None else None
-        layers = cut.layers(model, plan, call_example)
-        costs = measure(replica, task, layers, batch)
-        starts = divide.starts(model, layers, job, mesh, costs)
+        layers = cut.layers(model, plan, _with_loss(call_example, task, batch))
+        costs = layers.work
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        starts = divide.starts(layers, job, mesh, sizes, costs)
         largest = _largest_stage(model, layers, starts, mesh)
         notes.append(_stages_note(layers, starts, costs, mesh))
     if mesh.tensor > 1:
@@ -118,54 +115,18 @@ def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
     return True
 
 
-def measure(replica: Replica, task: Task, layers: Layers, batch: Batch) -> list[float]:
-    """Seconds that each layer's forward and backward pass take, the fastest of some; what is before the first layer
-    belongs to it, and what is after the last, the loss too, to the last."""
-    model = replica.model
-    forward: list[float] = []
-    backward: list[tuple[int, float]] = []
+def _with_loss(call_example: divide.Call, task: Task, batch: Batch) -> divide.Call:
+    """Calls a model and what computes the loss of its output, if that can do without values."""
+    targets = task.targets(batch.columns)
 
-    def follow(index: int, module: nn.Module) -> list[Any]:
-        def begins(*_: Any) -> None:
-            forward.append(time.perf_counter())
+    def call(model: nn.Module) -> Any:
+        output = call_example(model)
+        # A loss that reads values is not counted.
+        with suppress(Exception):
+            task.loss(output, to_meta(targets))
+        return output
 
-        def ends(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            if tensors:
-                tensors[0].register_hook(lambda _: backward.append((index, time.perf_counter())))  # type: ignore[no-untyped-call]
-
-        return [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
-
-    handles = [h for index, path in enumerate(layers.paths) for h in follow(index, model.get_submodule(path))]
-    columns = {name: value.to(replica.device) for name, value in batch.columns.items()}
-    best: list[float] = []
-    try:
-        model.train()
-        for _ in range(_REPEATS):
-            forward.clear()
-            backward.clear()
-            inputs, targets = task.inputs(columns), task.targets(columns)
-            start = time.perf_counter()
-            with replica.randomness.active(0, torch.from_numpy(batch.ids)):
-                total = task.loss(call(model, inputs), targets).total.sum()
-            middle = time.perf_counter()
-            total.backward()  # type: ignore[no-untyped-call]
-            end = time.perf_counter()
-            model.zero_grad(set_to_none=True)
-            taken = [b - a for a, b in pairwise([start, *forward[1:], middle])]
-            arrivals = dict(backward)
-            moment = middle
-            for index in range(len(taken) - 1, 0, -1):
-                # When the gradient of the layer before is there, this one's backward pass is over.
-                done = arrivals.get(index - 1, moment)
-                taken[index] += max(done - moment, 0.0)
-                moment = max(done, moment)
-            taken[0] += end - moment
-            best = [min(pair) for pair in zip(best, taken, strict=True)] if best else taken
-    finally:
-        for handle in handles:
-            handle.remove()
-    return best
+    return call
 
 
 def _largest_stage(model: nn.Module, layers: Layers, starts: Sequence[int], mesh: Mesh) -> float:
