@@ -53,6 +53,7 @@ class Replica:
         example: some samples, where the mesh divides the model.
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
+        unbuilt: the task's model without values, where it is only to be looked at.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Replica:
         example: Batch | None = None,
         costs: list[float] | None = None,
         deferred: bool = False,
+        unbuilt: nn.Module | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -77,7 +79,9 @@ class Replica:
         if not job.train.compile:
             optimizer.without_dynamo()
         recorded = _recorded(task, job.seed) if deferred and mesh.divides_model else None
-        model = recorded.model if recorded is not None else task.build().to(self.device)
+        model = unbuilt
+        if model is None:
+            model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))

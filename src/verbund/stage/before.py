@@ -19,6 +19,7 @@ from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Probl
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt
 from verbund.job import Data, Job
+from verbund.observe.memory import available_bytes
 from verbund.stage.processes import with_trace
 
 Notify = Callable[[str], None]
@@ -42,8 +43,12 @@ class Facts:
     """Whether workers can build their parts of the model alone."""
     probe: dict[str, Any] | None
     """What some samples give in the whole model."""
-    other_meshes: dict[str, int]
-    """What a worker would need under other meshes of as many workers, in bytes."""
+    other_meshes: list[tuple[str, int, int]]
+    """Other meshes, what a worker would need under each, in bytes, and how many there would be."""
+    process_bytes: int | None
+    """What a single process may take, if that is limited."""
+    built: bool
+    """Whether the model fitted into one process, so that it was tried."""
 
 
 @contextmanager
@@ -148,7 +153,9 @@ def settings_of(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
 
 def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     """One micro-batch forward and backward, in a process of its own, before any worker starts."""
-    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings_of(job, prepared))
+    available = available_bytes()
+    settings = settings_of(job, prepared, available=available)
+    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings)
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
         (result,) = supervisor.run([spec])
@@ -161,30 +168,44 @@ def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
-    available = _available_bytes()
-    need = facts.worker_bytes * job.world
-    divided = job.world > job.strategy.mesh.get("data", 1)
-    if available is not None and need > available:
-        fit = max(available // max(facts.worker_bytes, 1), 0)
-        fixes = [f"use at most {fit} workers"] if fit and not divided else []
-        fixes += [f"use the mesh {name}" for name, size in facts.other_meshes.items() if size * job.world <= available]
-        raise InputError(
-            f"{job.world} worker{'s' if job.world > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
-            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free",
-            where="strategy.mesh",
-            fix=", or ".join(
-                [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
-            ),
-        )
+    _check_memory(job, facts, available)
     return facts
 
 
-def _available_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
+def _check_memory(job: Job, facts: Facts, available: int | None) -> None:
+    """Whether the workers fit into this machine's memory, and each into what a process may take.
+
+    Raises:
+        InputError: naming meshes that would fit.
+    """
+    need, world = facts.worker_bytes, job.world
+
+    def fits(size: int, workers: int) -> bool:
+        within = facts.process_bytes is None or size <= facts.process_bytes
+        return within and (available is None or size * workers <= available)
+
+    if fits(need, world):
+        return
+    divided = world > job.strategy.mesh.get("data", 1)
+    how = "estimated" if divided else "measured"
+    how = f"{how} {'from' if divided else 'in'} a dry run of one" if facts.built else "estimated without a dry run"
+    if facts.process_bytes is not None and need > facts.process_bytes:
+        what = f"a worker needs about {_size(need)} of memory ({how}), and a process may take "
+        what += _size(facts.process_bytes)
+    else:
+        what = f"{world} worker{'s' if world > 1 else ''} need about {_size(need * world)} of memory ({how}), "
+        what += f"{_size(available or 0)} are free"
+    fewer = max((n for n in range(1, world) if fits(need, n)), default=0)
+    fixes = [f"use at most {fewer} workers"] if fewer and not divided else []
+    meshes: dict[str, str] = {}
+    for name, size, workers in facts.other_meshes:
+        if fits(size, workers):
+            meshes.setdefault(name.partition("=")[0], name)
+    fixes += [f"use the mesh {' or '.join(meshes.values())}"] if meshes else []
+    fixes.append("a smaller `train.micro_batch`" if fixes else "use a smaller `train.micro_batch`")
+    fix = ", or ".join(fixes)
+    raise InputError(what, where="strategy.mesh", fix=f"{fix[0].upper()}{fix[1:]}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -4,24 +4,26 @@ the memory there is."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.job import Job
-from verbund.mesh import divide, initial
+from verbund.mesh import divide, initial, optimizer
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
-from verbund.mesh.pipeline.trace import to_meta
 from verbund.mesh.replica import Replica, record
+from verbund.mesh.shard import blocks
 from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
+from verbund.stage.unbuilt import with_loss
 from verbund.task import Task
+
+# Numbers of workers that are worth naming.
+_WORLDS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,14 @@ class Need:
 
     Args:
         tensors: parameters, gradients, optimiser states, averages and the copy that a checkpoint is written from.
+        buckets: of gradients, which replicas add up in them.
+        gathered: what the axis `shard` has whole for a moment.
         rest: activations and what else a dry run took.
     """
 
     tensors: int
+    buckets: int
+    gathered: int
     rest: int
 
     def of(self, mesh: Mesh, largest_stage: float) -> int:
@@ -43,9 +49,8 @@ class Need:
             mesh: the axes.
             largest_stage: the share of all parameters that the largest pipeline stage has.
         """
-        kept = self.tensors * largest_stage / (mesh.shard * mesh.tensor)
-        # The whole parameters of a few blocks are there for a moment; of 4 or more copies one is the parameters.
-        gathered = self.tensors * largest_stage / (4 * mesh.tensor) / 2 if mesh.shard > 1 else 0.0
+        kept = (self.tensors + (self.buckets if mesh.data > 1 else 0)) * largest_stage / (mesh.shard * mesh.tensor)
+        gathered = self.gathered * largest_stage / mesh.tensor if mesh.shard > 1 else 0.0
         return int(kept + gathered + self.rest / (mesh.tensor * mesh.pipeline))
 
 
@@ -56,13 +61,13 @@ class Fit:
     Args:
         worker_bytes: of the worker that needs most, estimated unless nothing is divided.
         costs: of each layer, in no unit, where there is a pipeline.
-        others: meshes of as many workers in which a worker needs less, with what it would need.
+        others: other meshes, what a worker would need, and how many there would be.
         notes: for the user.
     """
 
     worker_bytes: int
     costs: list[float] | None
-    others: dict[str, int]
+    others: list[tuple[str, int, int]]
     notes: list[str]
 
 
@@ -90,7 +95,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     largest = 1.0
     if mesh.pipeline > 1:
         plan = task.pipeline_plan() if task.pipeline_plan is not None else None
-        layers = cut.layers(model, plan, _with_loss(call_example, task, batch))
+        layers = cut.layers(model, plan, with_loss(call_example, task, batch))
         costs = layers.work
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         starts = divide.starts(layers, job, mesh, sizes, costs)
@@ -105,28 +110,17 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     return Fit(need.of(mesh, largest), costs, _others(mesh, need), notes)
 
 
-def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
-    """Whether the model can be built without values and filled part by part, so that no worker ever holds it whole."""
+def unbuilt(task: Task, seed: int, notes: list[str]) -> nn.Module | None:
+    """The model without its parameters' values, if it can be built so: then each worker can fill its own part, and none
+    ever holds it whole."""
     try:
-        record(task, seed).fill(lambda *_: None)
+        recorded = record(task, seed)
+        buffers = {name for name, _ in recorded.model.named_buffers()}
+        recorded.fill(lambda name, values: values if name in buffers else None)
     except initial.NotRecordable as error:
         notes.append(f"Every worker builds the whole model before it keeps its part: {error}")
-        return False
-    return True
-
-
-def _with_loss(call_example: divide.Call, task: Task, batch: Batch) -> divide.Call:
-    """Calls a model and what computes the loss of its output, if that can do without values."""
-    targets = task.targets(batch.columns)
-
-    def call(model: nn.Module) -> Any:
-        output = call_example(model)
-        # A loss that reads values is not counted.
-        with suppress(Exception):
-            task.loss(output, to_meta(targets))
-        return output
-
-    return call
+        return None
+    return recorded.model
 
 
 def _largest_stage(model: nn.Module, layers: Layers, starts: Sequence[int], mesh: Mesh) -> float:
@@ -150,28 +144,63 @@ def _stages_note(layers: Layers, starts: Sequence[int], costs: list[float], mesh
     return f"Pipeline stages {', '.join(parts)}; the busiest has {1 / max(even, 1e-12):.2f} times the mean work"
 
 
-def _others(mesh: Mesh, need: Need) -> dict[str, int]:
-    world = mesh.world
-    found = {}
-    for axis in ("shard", "tensor", "pipeline"):
-        other = Mesh.of({axis: world}, 0)
-        if world > 1 and other != mesh:
-            found[f"{axis}={world}"] = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
+def _others(mesh: Mesh, need: Need) -> list[tuple[str, int, int]]:
+    """One axis alone: with as many workers, and with more."""
+    found = []
+    for world in dict.fromkeys((mesh.world, *_WORLDS)):
+        if world < max(mesh.world, 2):
+            continue
+        for axis in ("shard", "tensor", "pipeline"):
+            other = Mesh.of({axis: world}, 0)
+            if other != mesh:
+                found.append((f"{axis}={world}", need.of(other, 1.0 / world if axis == "pipeline" else 1.0), world))
     return found
 
 
-def need_of(replica: Replica, peak: int, workers: int) -> Need:
+def need_of(replica: Replica, job: Job, peak: int) -> Need:
     """What a replica that has taken a step needs.
 
     Args:
         replica: undivided.
+        job: its strategy.
         peak: bytes by which the process has grown.
-        workers: how many there will be.
     """
     model = replica.model
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     averages = [v for _, v in replica.ema.named_tensors()] if replica.ema is not None else []
     saved = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *states, *averages])
     gradients = sum(p.nbytes for p in replica.parameters)
-    # Besides: the copy that a checkpoint is written from, and the buckets of the all-reduce.
-    return Need(2 * saved + gradients * (2 if workers > 1 else 1), max(peak - saved - gradients, 0))
+    # Besides: the copy that a checkpoint is written from.
+    return Need(2 * saved + gradients, gradients, _gathered(model, job), max(peak - saved - gradients, 0))
+
+
+def estimated_need(replica: Replica, job: Job, activations: int = 0) -> Need:
+    """What a replica would need whose model has no values.
+
+    Args:
+        replica: undivided.
+        job: its optimiser and strategy.
+        activations: bytes of what a forward pass keeps for the backward pass.
+    """
+    gradients = sum(p.nbytes for p in replica.parameters)
+    states = int(gradients * optimizer.state_share(job.train.optimizer))
+    averages = gradients if replica.ema is not None else 0
+    saved = sum(t.nbytes for t in [*replica.model.parameters(), *replica.model.buffers()]) + states + averages
+    return Need(2 * saved + gradients, gradients, _gathered(replica.model, job), activations)
+
+
+def dry_run_bytes(model: nn.Module, job: Job) -> int:
+    """What the dry run of a model would take at least: its tensors, gradients, the optimiser's states, averages."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    copies = 1 + optimizer.state_share(job.train.optimizer) + (job.train.ema is not None)
+    return int(sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + trained * copies)
+
+
+def _gathered(model: nn.Module, job: Job) -> int:
+    """The whole parameters and gradients that the axis `shard` has at a time."""
+    total = sum(p.nbytes for p in model.parameters())
+    if job.strategy.zero < 3:
+        return 2 * total
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model)]
+    # A block and the next one, each as it arrives and laid out; gradients of two, as they leave and as they arrive.
+    return total - sum(sizes) + 8 * max(sizes, default=0)
