@@ -356,7 +356,7 @@ class Strategy(Section):
     chunks: Annotated[int, Field(ge=1, le=64)] | None = None
     """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
     balance: Literal["cost", "memory"] = "cost"
-    """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
+    """Axis `pipeline`: stages of equal work, counted from what each layer computes, or of equal bytes."""
     compression: Annotated[Compression, Field(examples=[{"name": "top_k", "density": 0.01}])] = Compression()
     """Axis `data` (casts: `shard` too): what gradients are sent as. Results are no longer those of one process."""
 

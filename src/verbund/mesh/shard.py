@@ -24,6 +24,9 @@ from verbund.mesh.held import Held, become
 from verbund.mesh.traffic import Traffic
 from verbund.randomness.override import Override
 
+# Blocks whose gradients are added up at the same time.
+_UNDER_WAY = 2
+
 
 class _Share:
     """One parameter: the whole memory that comes and goes, and this worker's rows."""
@@ -301,6 +304,8 @@ class Shards:
 
     def _launch(self) -> None:
         unit = self._order[self._launched]
+        if self._launched >= _UNDER_WAY:
+            self._order[self._launched - _UNDER_WAY].collect()  # else the gradients of all blocks would be here at once
         self._launched += 1
         if self._last or self.level > 1:
             unit.reduce()
