@@ -57,7 +57,7 @@ def test_who_does_not_know_the_secret_is_turned_away(make_job: MakeJob, tmp_path
 
 def test_a_name_outside_of_the_trusted_network(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**CHANGES, "cluster.hosts": ["localhost"], "cluster.trusted_network": "10.0.0.0/8"})
-    with pytest.raises(InputError, match="`localhost` has the address .*, which does not lie in"):
+    with pytest.raises(InputError, match=r"`localhost` has the address .*, which does not lie in"):
         HostsCluster(job, tmp_path, [], [], {})
 
 
@@ -71,7 +71,7 @@ def test_versions_are_compared() -> None:
     check("a", {"problem": None, "versions": versions()})
     with pytest.raises(InputError, match=r"host a: has torch 2\.0\.0 \(here "):
         check("a", {"problem": None, "versions": {**versions(), "torch": "2.0.0"}})
-    with pytest.raises(InputError, match="host a: 10.0.0.9 is no address of this host"):
+    with pytest.raises(InputError, match=r"host a: 10\.0\.0\.9 is no address of this host"):
         check("a", {"problem": "10.0.0.9 is no address of this host", "versions": versions()})
 
 
