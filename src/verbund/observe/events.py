@@ -10,7 +10,7 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     receives     flat rows [step, stage, micro-batch, blocked, done]: a stage had nothing else to do until the
                  message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
-    links        bytes sent and received per peer so far, counted by the kernel
+    links        bytes sent and received per peer so far, counted by the kernel; `wire`: with headers, estimated
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
     energy       joules so far
@@ -78,7 +78,15 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, role: str, rank: int, generation: int, *, island: int = 0, limit_mb: float = 64.0
+        self,
+        folder: Path,
+        role: str,
+        rank: int,
+        generation: int,
+        *,
+        island: int = 0,
+        limit_mb: float = 64.0,
+        address: str | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{role}-{rank}-{generation}.jsonl"
@@ -108,6 +116,7 @@ class Journal:
                 "generation": generation,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
+                "address": address,
                 "monotonic": time.monotonic_ns(),
                 "wall": time.time(),
             }

@@ -17,9 +17,10 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
+from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
-from verbund.stage import continuing
+from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.processes import with_trace, workers
@@ -39,7 +40,9 @@ def attempt(
     cluster.check_shared([run.path])
     generation = run.begin_attempt()
     keep_schema(run, job, prepared)
-    journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
+    journal = Journal(
+        run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb, address=cluster.address
+    )
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, job.world, job.checkpoint, journal)
     for note in [*facts.notes, *(warnings or [])]:
@@ -81,11 +84,14 @@ def attempt(
         data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
+    links = Links()
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
+        if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
+            journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(workers(job, "verbund.stage.train:work", settings, generation))[0]
     except Failed as failed:
         cause = with_trace(failed)
@@ -101,6 +107,8 @@ def attempt(
                 trace=failure.trace,
             )
     finally:
+        if cluster.address is not None:
+            journal.totals("links", links=links.sample(), wire=links.wire())
         for warning in supervisor.warnings:
             journal.event("note", text=warning)
             progress.message(warning)

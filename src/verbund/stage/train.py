@@ -39,7 +39,14 @@ def work(worker: Worker) -> dict[str, Any]:
     run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
+    journal = Journal(
+        run.journal,
+        "worker",
+        island.mesh.rank,
+        worker.spec.generation,
+        limit_mb=job.observe.journal_mb,
+        address=worker.spec.address,
+    )
     links = Links()
     worker.at_end.append(lambda: _close(journal, links))
     replica = island.replica(worker)
@@ -57,7 +64,7 @@ def work(worker: Worker) -> dict[str, Any]:
 
 
 def _close(journal: Journal, links: Links) -> None:
-    journal.totals("links", links=links.sample())
+    journal.totals("links", links=links.sample(), wire=links.wire())
     journal.totals("memory", peak=peak_bytes())
     journal.close()
 
@@ -212,7 +219,7 @@ class _Training:
                 self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
                 self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            self.journal.totals("links", links=self.links.sample())
+            self.journal.totals("links", links=self.links.sample(), wire=self.links.wire())
             self.journal.totals("memory", peak=peak_bytes())
             self.journal.flush()
 
