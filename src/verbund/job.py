@@ -81,6 +81,9 @@ class Data(Section):
     where the task is `hf:PATH`, else `bytes`."""
     image_size: Annotated[tuple[Positive, Positive] | None, BeforeValidator(_paired), Field(examples=[[32, 32]])] = None
     """Folders of images only: height and width that every image is resized to."""
+    placement: Literal["shared", "island"] = "shared"
+    """`shared`: every island draws from all samples; `island`: each draws from its own run of rows only, as where data
+    stay on the machine that has them."""
     cache: str | None = None
     """Folder of converted data; default `$XDG_CACHE_HOME/verbund` or `~/.cache/verbund`."""
 
@@ -223,6 +226,78 @@ class Checkpoint(Section):
     """Older checkpoints are pruned until the rest fits; the newest always stays."""
 
 
+class Exchange(Section):
+    """How islands combine what they learn."""
+
+    shorthand = "name"
+    name: Literal["all_reduce", "local_sgd", "diloco", "parameter_server", "federated"] = "all_reduce"
+    """`all_reduce`: gradients are added up in every step, as along the axis `data`. `local_sgd`: islands train alone
+    and average their parameters every so many steps. `diloco`: every so many steps an outer optimiser with Nesterov
+    momentum steps along the averaged difference of the parameters. The others are not available in this version."""
+    every: Positive | None = None
+    """local_sgd, diloco: steps between two exchanges; default 16 and 64."""
+    adaptive: bool = False
+    """local_sgd, diloco: the steps between two exchanges become fewer as the loss falls; `every` is their first
+    number."""
+    outer_lr: Annotated[float, Field(gt=0.0)] = 0.7
+    """diloco: learning rate of the outer optimiser."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """diloco: Nesterov momentum of the outer optimiser."""
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+    """local_sgd, diloco: parts of the model that are exchanged one after the other, evenly over `every` steps."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """local_sgd, diloco: steps for which training goes on while an exchange is under way."""
+    mixing: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """With `delay`: the share of an island's own values that stays when an exchange arrives; default 0.5, and 0 where
+    there is no delay."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Exchange:
+        problems = []
+        if self.name in ("parameter_server", "federated"):
+            problems.append(f"exchange `{self.name}` is not available in this version; there are {', '.join(_READY)}")
+        if not self.local:
+            given = sorted(self.model_fields_set - {"name"} - {k for k, v in _EXCHANGE_DEFAULTS if self._is(k, v)})
+            problems += [f"`{key}` is for the exchanges local_sgd and diloco, not `{self.name}`" for key in given]
+        elif self.name == "local_sgd":
+            outer = [key for key in ("outer_lr", "outer_momentum") if key in self.model_fields_set]
+            given = [key for key in outer if not self._is(key, dict(_EXCHANGE_DEFAULTS)[key])]
+            problems += [f"`{key}` is for the exchange diloco, not `local_sgd`" for key in given]
+        if self.fragments > self.steps_between:
+            problems.append(f"{self.fragments} fragments need `every` of at least as many steps")
+        if self.delay >= self.steps_between:
+            problems.append(f"`delay` of {self.delay} steps must be less than `every`, {self.steps_between}")
+        if self.adaptive and (self.fragments > 1 or self.delay):
+            problems.append("`adaptive` goes with neither `fragments` nor `delay`")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _is(self, key: str, value: Any) -> bool:
+        return bool(getattr(self, key) == value)
+
+    @property
+    def local(self) -> bool:
+        """Whether islands train alone between two exchanges."""
+        return self.name in ("local_sgd", "diloco")
+
+    @property
+    def steps_between(self) -> int:
+        """Steps between two exchanges of the same part of the model."""
+        return self.every or {"local_sgd": 16, "diloco": 64}.get(self.name, 1)
+
+    @property
+    def kept(self) -> float:
+        """The share of an island's own values that stays when an exchange arrives."""
+        return self.mixing if self.mixing is not None else 0.5 if self.delay else 0.0
+
+
+_READY = ("all_reduce", "local_sgd", "diloco")
+_EXCHANGE_DEFAULTS = tuple(
+    (key, field.default) for key, field in Exchange.model_fields.items() if key != "name" and field.default is not None
+)
+
+
 class Strategy(Section):
     """How the work is divided: a mesh inside an island, an exchange between islands."""
 
@@ -230,8 +305,9 @@ class Strategy(Section):
     """Sizes of the axes `data` (replicas share the samples), `shard` (so do workers that hold a share of every
     parameter), `tensor` (workers share every large operation) and `pipeline` (workers share the layers)."""
     islands: int = 1
-    exchange: str = "all_reduce"
-    """How islands combine what they learn; this version has one island, and so nothing to exchange."""
+    """Groups of workers, each with a mesh of this size; they share the samples of every global batch."""
+    exchange: Annotated[Exchange, Field(examples=["diloco", {"name": "diloco", "every": 50}])] = Exchange()
+    """How islands combine what they learn."""
     zero: Literal[1, 2, 3] = 3
     """Axis `shard`: what is divided all the time: 1 optimiser states, 2 gradients too, 3 parameters too."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"] = "1f1b"
@@ -251,12 +327,6 @@ class Strategy(Section):
                 problems.append(f"axis `{axis}` has {size} workers; it needs at least 1")
         if self.islands < 1:
             problems.append(f"{self.islands} islands; at least 1 is needed")
-        elif self.islands > 1:
-            problems.append("more than one island is not available in this version; use the mesh axis `data`")
-        if self.exchange not in EXCHANGES:
-            problems.append(f"`{self.exchange}` is no exchange. {nearest(self.exchange, EXCHANGES)}")
-        elif self.exchange != "all_reduce":
-            problems.append(f"exchange `{self.exchange}` is not available in this version; use `all_reduce`")
         if self.chunks is not None and self.chunks > 1 and not self.schedule.startswith("interleaved"):
             problems.append(
                 f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
@@ -278,7 +348,6 @@ class Strategy(Section):
 
 
 AXES = ("data", "shard", "tensor", "pipeline")
-EXCHANGES = ("all_reduce", "local_sgd", "diloco", "parameter_server", "federated")
 
 
 class Cluster(Section):
@@ -408,6 +477,16 @@ class Job(Section):
                 "`train.compile` with `train.activation_checkpointing` cannot key what is drawn by the sample: "
                 'leave one of them out, or set `train.randomness = "worker"`'
             )
+        if self.strategy.exchange.local and train.ema is not None:
+            problems.append(
+                f"`train.ema` averages the weights of every step, which islands of `{self.strategy.exchange.name}` do "
+                "not share: leave it out"
+            )
+        if self.strategy.islands > train.global_batch:
+            problems.append(
+                f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "
+                "raise `train.global_batch`"
+            )
         if self.data.validation is not None and self.data.validation_fraction > 0:
             problems.append("give `data.validation` or `data.validation_fraction`, not both")
         problems += self._placement_problems()
@@ -514,12 +593,13 @@ def parse_changes(settings: list[str]) -> dict[str, Any]:
 
 
 def parse_strategy(text: str) -> dict[str, Any]:
-    """`data=2,exchange=all_reduce` as changes of the job's strategy; axes that are not named become 1.
+    """`data=2,islands=3,exchange=diloco,exchange.every=50` as changes of the strategy. It says the whole division:
+    axes and islands that are not named become 1, an exchange that is not named `all_reduce`.
 
     Raises:
         InputError: on a word that is neither an axis nor a key of the strategy.
     """
-    changes: dict[str, Any] = {"strategy.mesh": {}}
+    changes: dict[str, Any] = {"strategy.mesh": {}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
@@ -528,7 +608,7 @@ def parse_strategy(text: str) -> dict[str, Any]:
             if not value.lstrip("-").isdigit():
                 raise InputError(f"axis `{key}` has size `{value}`", where="--strategy", fix="Give a whole number")
             changes["strategy.mesh"][key] = int(value)
-        elif key in Strategy.model_fields:
+        elif key.partition(".")[0] in Strategy.model_fields:
             changes[f"strategy.{key}"] = parse_value(value)
         else:
             known = [*AXES, *(k for k in Strategy.model_fields if k != "mesh")]

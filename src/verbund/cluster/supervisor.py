@@ -134,7 +134,7 @@ class Supervisor:
             turned = now
             if self._interrupts.count and not self._stop_sent:
                 self._stop_sent = True
-                self._tell_all("stop")
+                self.tell_all("stop")
             if self._interrupts.count > 1 and not self._failures:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
@@ -142,7 +142,7 @@ class Supervisor:
             if self._failures and ending is None:
                 primary = any(not failure.secondary for failure in self._failures)
                 if primary or time.monotonic() - self._failures[0].at > _CAUSE_SECONDS:
-                    self._tell_all("end")
+                    self.tell_all("end")
                     ending = time.monotonic() + _END_SECONDS
             if ending is not None and time.monotonic() > ending:
                 for watched in waiting:
@@ -283,10 +283,11 @@ class Supervisor:
         """The first cause first: what is a consequence of another's end comes last."""
         return sorted(self._failures, key=lambda failure: (failure.secondary, failure.at))
 
-    def _tell_all(self, kind: str) -> None:
+    def tell_all(self, kind: str, **fields: Any) -> None:
+        """Sends a message to all processes that live."""
         for watched in self._watched.values():
             if watched.exit is None:
                 try:
-                    watched.process.connection.send(kind)
+                    watched.process.connection.send(kind, fields)
                 except WireError:
                     continue  # its exit is on the way

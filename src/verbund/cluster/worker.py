@@ -36,6 +36,8 @@ class Worker:
         self.stopping = False
         self.orphaned = False
         self.born = time.monotonic_ns()
+        self.hears: Callable[[Message], None] = lambda _: None
+        """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self._connection = connection
@@ -108,14 +110,18 @@ class Worker:
                 continue
             except WireError:
                 break
-            if message is not None and message.kind == "stop":
+            if message is None:
+                continue
+            if message.kind == "stop":
                 self.stopping = True
-            elif message is not None and message.kind == "answer":
+            elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:
                     answers.put(message)
-            elif message is not None and message.kind == "end":
+            elif message.kind == "end":
                 self._finish()
                 os._exit(1)
+            else:
+                self.hears(message)
         for answers in list(self._asked.values()):
             answers.put(None)
         self.orphaned = self.stopping = True

@@ -61,7 +61,7 @@ class _Bucket:
         self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
         self.parameters = parameters
         pieces = torch.split(self.flat, [*sizes, tail])
-        self.views = [_like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
+        self.views = [like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
         self.tail = pieces[-1]
         self.missing = len(parameters)
         self.work: Work | None = None
@@ -80,7 +80,7 @@ class _Bucket:
             torch._foreach_copy_(targets, sources)
 
 
-def _like(piece: Tensor, parameter: Tensor) -> Tensor:
+def like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece of memory as a gradient with the parameter's own strides (channels last, transposed): optimisers
     walk both side by side."""
     place = sorted(zip(parameter.stride(), parameter.shape, strict=True))

@@ -116,14 +116,28 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
         if not rows:
             continue
-        mine = np.concatenate(rows)
-        _, first = np.unique(mine[:, 0], return_index=True)
-        mine = mine[first]
+        mine = _added(np.concatenate(rows))
         mine = mine[mine[:, 0] < limit]
         if len(mine):
             limit = float(mine[0, 0])
             parts.append(mine)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def _added(rows: Floats) -> Floats:
+    """Islands that train alone record their own samples' loss: the steps of all of them, each once, in order."""
+    steps, number = np.unique(rows[:, 0], return_inverse=True)
+    if len(steps) == len(rows):
+        return rows[np.argsort(rows[:, 0])]
+    added = np.zeros((len(steps), rows.shape[1]))
+    added[:, 0] = steps
+    np.add.at(added[:, 1], number, rows[:, 1] * rows[:, 2])
+    np.add.at(added[:, 2], number, rows[:, 2])
+    np.add.at(added[:, 3], number, rows[:, 3])
+    np.maximum.at(added[:, 4], number, rows[:, 4])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        added[:, 1] /= added[:, 2]
+    return added
 
 
 def validations(journals: Sequence[ProcessJournal]) -> list[tuple[int, dict[str, Any], float]]:

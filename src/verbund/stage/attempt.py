@@ -24,6 +24,7 @@ from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.processes import with_trace, workers
+from verbund.stage.stopping import Promises
 
 
 def attempt(
@@ -68,6 +69,10 @@ def attempt(
         elif message.kind == "saved":
             if warning := commits.saved(fields):
                 progress.message(warning)
+        elif message.kind == "wish":
+            promises.wish(fields["reason"])
+        elif message.kind == "promise":
+            promises.promise(process.spec.rank, fields["step"])
         elif message.kind == "note":
             journal.event("note", text=fields["text"])
             progress.message(fields["text"])
@@ -84,6 +89,7 @@ def attempt(
         data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
+    promises = Promises(job.world, supervisor.tell_all)
     links = Links()
     start = time.monotonic()
     status = "done"

@@ -182,7 +182,7 @@ def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:
     """Raises InputError if a host has not the memory for its workers."""
     places = cluster.placed(job.world)
-    divided = job.world > job.strategy.mesh.get("data", 1)
+    divided = job.world > job.strategy.islands * job.strategy.mesh.get("data", 1)
     for number, (host, available) in enumerate(cluster.free_memory().items()):
         workers = places.count(number)
         need = facts.worker_bytes * workers

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.job import Job
+from verbund.job import AXES, Job
 from verbund.mesh import divide, initial
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
@@ -83,7 +83,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     Raises:
         InputError: naming the module that cannot be cut so, and what would work.
     """
-    mesh = Mesh.of(job.strategy.mesh, 0)
+    mesh = Mesh.of(job.strategy, 0)
     if not mesh.divides_model:
         return Fit(need.of(mesh, 1.0), None, _others(mesh, need), [])
     model = replica.model
@@ -190,10 +190,10 @@ def _stages_note(layers: Layers, starts: Sequence[int], costs: list[float], mesh
 
 
 def _others(mesh: Mesh, need: Need) -> dict[str, int]:
-    world = mesh.world
+    world = mesh.size(*AXES)
     found = {}
-    for axis in ("shard", "tensor", "pipeline"):
-        other = Mesh.of({axis: world}, 0)
+    for axis in AXES[1:]:
+        other = Mesh(**{axis: world}, islands=mesh.islands)
         if world > 1 and other != mesh:
             found[f"{axis}={world}"] = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
     return found

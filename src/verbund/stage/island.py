@@ -90,5 +90,14 @@ class Island:
         worker.doing("meeting the other workers", 0)
         timeout = job.cluster.step_deadline + 60.0
         group = Group(Store(worker.ask, "island", timeout), rank, world, place, timeout, worker.address)
-        mesh = Mesh.of(job.strategy.mesh, rank)
-        return Island(job, task, mesh, Groups.of(mesh, group), train_set, validation_set, loaders, threads)
+        mesh = Mesh.of(job.strategy, rank)
+        return Island(
+            job,
+            task,
+            mesh,
+            Groups.of(mesh, group, synchronous=not job.strategy.exchange.local),
+            train_set,
+            validation_set,
+            loaders,
+            threads,
+        )

@@ -53,7 +53,7 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     notes: list[str] = []
-    deferred = Mesh.of(job.strategy.mesh, 0).divides_model and can_be_deferred(task, job.seed, notes)
+    deferred = Mesh.of(job.strategy, 0).divides_model and can_be_deferred(task, job.seed, notes)
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica

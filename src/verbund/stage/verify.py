@@ -95,7 +95,7 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
 
 def _samples_of_a_pass(job: Job) -> int:
     """How many samples a forward pass of this strategy has, where nothing else says so."""
-    mesh = Mesh.of(job.strategy.mesh, 0)
+    mesh = Mesh.of(job.strategy, 0)
     division = Division(mesh.batch_workers, 1, 0, Division.passes_of(mesh))
     everybody = [division.micro_batches(job.train.global_batch, worker) for worker in range(mesh.batch_workers)]
     return max(high - low for passes in everybody for low, high in passes)

@@ -6,19 +6,24 @@ import select
 import socket
 import threading
 import time
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import xxhash
 
 from verbund.comm.wire import frames
 from verbund.comm.wire.failure import Closed, Deadline, WireError
-from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT, MAGIC, PREFIX, Array, Message
+from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT, MAGIC, PREFIX, Array, Described, Message, Payload, Place
 from verbund.comm.wire.stream import Plain, Stream, limit_silence, polled, receive_some, send_all
 
 STALL_SECONDS = 60.0
+_BLOCK = 1 << 20  # bytes received between two looks at the sum: they are still in the cache
+_TOGETHER = 1 << 16  # bytes that are sooner copied than sent by themselves
+
+Places: TypeAlias = Mapping[str, Place] | Callable[[str, dict[str, Any]], Mapping[str, Place]]
+"""Where arrays of a message are received to, by name; or a function of kind and fields that says so."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Connection:
         stream: a connected stream socket (Unix or TCP), plain or under TLS; the connection owns it from now on.
         body_limit: bytes of arrays that one message may carry.
         header_limit: bytes of kind, fields and descriptions that one message may carry.
-        stall: seconds that the peer may take nothing of what is sent before it counts as gone; 0: no limit.
+        stall: seconds that the peer may take nothing of what is sent, or say nothing within a message, before it
+            counts as gone; 0: no limit.
         peer: who is at the other end, as far as it is known.
     """
 
@@ -60,7 +66,7 @@ class Connection:
         return self._stream.sock.fileno()
 
     def send(
-        self, kind: str, fields: Mapping[str, Any] | None = None, timeout: float | None = None, /, **arrays: Array
+        self, kind: str, fields: Mapping[str, Any] | None = None, timeout: float | None = None, /, **arrays: Payload
     ) -> None:
         """Sends one message whole.
 
@@ -85,62 +91,69 @@ class Connection:
         ):
             if count > limit:
                 raise ValueError(f"the message `{kind}` has a {what} of {count} bytes, over the limit of {limit}")
-        crc = zlib.crc32(header)
+        check = xxhash.xxh3_64(header)
         for part in body:
-            crc = zlib.crc32(part, crc)
-        first = memoryview(PREFIX.pack(MAGIC, len(header), size, crc) + header)
+            check.update(part)
+        first = PREFIX.pack(MAGIC, len(header), size, check.intdigest()) + header
+        parts = [memoryview(b"".join([first, *body]))] if size < _TOGETHER else [memoryview(first), *body]
         if not self._sending.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             raise Deadline("other messages to the peer took all the time")
         try:
             if self._torn[0]:
                 raise Closed("the peer is gone: a message to it was left half-sent")
             self._torn[0] = True
-            for part in (first, *body):
+            for part in parts:
                 send_all(self._stream, part, deadline, self._stall)
             self._torn[0] = False
         finally:
             self._sending.release()
 
-    def receive(self, timeout: float | None = None) -> Message:
+    def receive(self, timeout: float | None = None, into: Places | None = None) -> Message:
         """The next message.
 
         Args:
             timeout: seconds until the whole message must have arrived; None waits for ever and is for threads
                 whose peer's death closes the socket.
+            into: where arrays are received to without a copy; others get memory of their own. If the message turns
+                out damaged, these places hold whatever came.
 
         Raises:
             Deadline: if `timeout` passed. If part of a message had come, the connection is of no further use.
             Closed: if the peer closed the connection between two messages or within one.
-            WireError: if what came is damaged or over a limit.
+            WireError: if what came is damaged, over a limit, or does not fit `into`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._torn[1]:
             raise WireError("a message of the peer was left half-read")
         prefix = bytearray(PREFIX.size)
         self._fill(memoryview(prefix), deadline)
-        magic, header_size, body_size, crc = PREFIX.unpack(prefix)
+        magic, header_size, body_size, check = PREFIX.unpack(prefix)
         if magic != MAGIC:
             raise WireError("the peer does not speak this protocol")
         if header_size > self._header_limit or body_size > self._body_limit:
             raise WireError(f"a frame of {header_size} + {body_size} bytes is over the limit")
         header = bytearray(header_size)
-        self._fill(memoryview(header), deadline)
-        kind, fields, described = frames.decode(header, body_size)
-        seen = zlib.crc32(header)
+        seen = xxhash.xxh3_64()
+        self._fill(memoryview(header), deadline, seen)
+        kind, fields, described = frames.decode(header, body_size, self._body_limit)
+        places = (into(kind, fields) if callable(into) else into) or {}
+        found = [(array, array.place(places[array.name]) if array.name in places else None) for array in described]
+        received = [(array, place, self._array(array, place, deadline, seen)) for array, place in found]
+        if seen.intdigest() != check:
+            raise WireError("a frame arrived damaged (its sum is wrong)")
         arrays = {}
-        for name, dtype, shape in described:
-            array: Array = np.empty(shape, np.dtype(dtype).newbyteorder("<"))
-            if array.size:
-                view = array.reshape(-1).view(np.uint8).data
-                self._fill(view, deadline)
-                seen = zlib.crc32(view, seen)
-            arrays[name] = array
-        if seen != crc:
-            raise WireError("a frame arrived damaged (CRC)")
-        if any(array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1 for array in arrays.values()):
-            raise WireError("an array of bool holds other bytes than 0 and 1")
+        for array, place, raw in received:
+            values = array.finish(raw, place)
+            if place is None:
+                arrays[array.name] = values
         self._torn[1] = False
-        return Message(kind, fields, arrays)
+        return Message(kind, fields, arrays, frozenset(places).intersection(array.name for array in described))
+
+    def _array(self, array: Described, place: Array | None, deadline: float | None, seen: Any) -> Array:
+        raw = array.allocate() if place is None or array.packed else place
+        if raw.size:
+            self._fill(raw.reshape(-1).view(np.uint8).data, deadline, seen)
+        return raw
 
     def roomy(self) -> bool:
         """Whether the peer takes what is sent to it: no more than part of the kernel's buffer is full."""
@@ -169,7 +182,11 @@ class Connection:
         except OSError:
             return  # it has ended already
 
-    def _fill(self, view: memoryview, deadline: float | None) -> None:
+    def _fill(self, view: memoryview, deadline: float | None, seen: Any = None) -> None:
         while view.nbytes:
-            view = view[receive_some(self._stream, view, deadline) :]
+            stall = self._stall if self._torn[1] else 0
+            count = receive_some(self._stream, view[:_BLOCK], deadline, stall)
             self._torn[1] = True  # until the message is whole
+            if seen is not None:
+                seen.update(view[:count])
+            view = view[count:]

@@ -10,6 +10,7 @@ from typing import Protocol
 from verbund.comm.wire.failure import Closed, Deadline
 
 _LONGEST_POLL = 86400.0
+_UNIX_BUFFER = 1 << 22  # bytes; TCP finds its own measure
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -87,20 +88,27 @@ def send_all(stream: Stream, view: memoryview, deadline: float | None, stall: fl
             raise Closed(f"the peer is gone: it took nothing for {stall:g} s")
 
 
-def receive_some(stream: Stream, view: memoryview, deadline: float | None) -> int:
+def receive_some(stream: Stream, view: memoryview, deadline: float | None, stall: float = 0) -> int:
     """Receives at least one byte.
 
+    Args:
+        deadline: on the monotonic clock.
+        stall: where there is no deadline, seconds after which a peer that says nothing counts as gone; 0: no limit.
+
     Raises:
-        Closed: if the peer closed the connection.
+        Closed: if the peer closed the connection, or is silent for so long.
         Deadline: if nothing came.
     """
     while True:
         try:
             count = stream.receive(view)
         except BlockingIOError:
-            left = _LONGEST_POLL if deadline is None else deadline - time.monotonic()
-            if left <= 0 or (not polled(stream.sock, select.POLLIN, left) and deadline is not None):
-                raise Deadline("nothing arrived in time") from None
+            left = stall or _LONGEST_POLL if deadline is None else deadline - time.monotonic()
+            if left <= 0 or not polled(stream.sock, select.POLLIN, left):
+                if deadline is not None:
+                    raise Deadline("nothing arrived in time") from None
+                if stall:
+                    raise Closed(f"the peer is gone: it said half a message, and nothing for {stall:g} s") from None
             continue
         except OSError as error:
             raise Closed(f"the peer is gone: {error}") from None
@@ -111,7 +119,9 @@ def receive_some(stream: Stream, view: memoryview, deadline: float | None) -> in
 
 def prepare(sock: socket.socket) -> None:
     """Makes a connected socket fit for messages: small ones leave at once, and a peer whose host is gone is noticed."""
-    if sock.family != socket.AF_UNIX:
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
+    else:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE:
