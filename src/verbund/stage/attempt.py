@@ -55,10 +55,14 @@ def attempt(
     meter = EnergyMeter()
     meter.start()
 
+    links = Links()
+
     def handle(process: Process, message: Message) -> None:
         fields = message.fields
         if message.kind == "progress":
             meter.joules()  # often enough that no counter wraps unseen
+            if cluster.address is not None:
+                links.sample()  # of connections that are closed at the end the last count holds
             progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
             if board is not None:
                 board.step(fields["step"], fields["loss"], samples_per_second=fields["samples_per_second"])
@@ -90,7 +94,6 @@ def attempt(
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
     promises = Promises(job.world, supervisor.tell_all)
-    links = Links()
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None
