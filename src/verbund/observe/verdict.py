@@ -162,7 +162,7 @@ def _link(link: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     ways = []
     if _name(_get(settings, "strategy", "exchange", "all_reduce")) == "all_reduce":
         ways.append('`exchange = "diloco"` with an island on each host')
-    if _name(_get(settings, "strategy", "compression", "none")) == "none":
+    if _name(_get(settings, "strategy", "compression", None)) == "none":
         ways.append('`compression = "power_sgd"`')
     would = f"; {' or '.join(ways)} would move fewer bytes" if ways else ""
     return (
