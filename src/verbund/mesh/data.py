@@ -55,10 +55,9 @@ class Stamps:
 class _Bucket:
     """A flat stretch of memory that holds the gradients of some parameters."""
 
-    def __init__(self, parameters: list[nn.Parameter], tail: int) -> None:
-        first = parameters[0]
+    def __init__(self, parameters: list[nn.Parameter], tail: int, group: Group) -> None:
         sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes) + tail, dtype=first.dtype, device=first.device)
+        self.flat = group.empty(sum(sizes) + tail, parameters[0].dtype).zero_()
         self.parameters = parameters
         pieces = torch.split(self.flat, [*sizes, tail])
         self.views = [like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
@@ -208,10 +207,10 @@ class GradientSums:
             size += bytes_
         for index, parameters in enumerate(groups):
             carries = index == len(groups) - 1 and parameters[0].dtype == self._numbers.dtype
-            self._buckets.append(_Bucket(parameters, tail if carries else 0))
+            self._buckets.append(_Bucket(parameters, tail if carries else 0, self._group))
         if not self._buckets[-1].tail.numel():
             nothing = nn.Parameter(self._numbers.new_zeros(0))
-            self._buckets.append(_Bucket([nothing], tail))
+            self._buckets.append(_Bucket([nothing], tail, self._group))
         if len(self._buckets) > 1:
             for number, bucket in enumerate(self._buckets):
                 for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -69,6 +69,11 @@ class Groups:
             replica=along("shard", "tensor", "pipeline"),
         )
 
+    def notes(self) -> list[str]:
+        """What the groups have for the user; each comes from the first member of its group."""
+        groups = [getattr(self, field.name) for field in fields(self)]
+        return list(dict.fromkeys(group.note for group in groups if group.note is not None and group.rank == 0))
+
     @staticmethod
     def alone(device: torch.device) -> Groups:
         """The groups of a single process."""

@@ -165,19 +165,18 @@ class _Unit:
                     share.parameter.grad = None
                     share.used = True
                 at += share.size
-            received = torch.empty_like(sent)
-        self._leaving = (self._sums.start_all_to_all(received, sent), received, sent, time.monotonic_ns())
+            total = sent.new_empty(self._size)
+        self._leaving = (self._sums.start_reduce_scatter(total, sent), total, sent, time.monotonic_ns())
 
     def collect(self) -> None:
         """Waits for the sums under way and adds them to this worker's gradients."""
         if self._leaving is None:
             return
-        work, received, _, begun = self._leaving
+        work, total, _, begun = self._leaving
         self._leaving = None
         with self._traffic.timed(begun):
             self._sums.finish(work, "the reduce-scatter of gradients")
         with torch.no_grad():
-            total = received.sum(0)
             at = 0
             for share in self.shares:
                 values = share.values

@@ -10,7 +10,9 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     receives     flat rows [step, stage, micro-batch, blocked, done]: a stage had nothing else to do until the
                  message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
-    links        bytes sent and received per peer so far, counted by the kernel; `wire`: with headers, estimated
+    links        bytes sent and received per peer so far, counted by the kernel; and `shared`, bytes that the process
+                 has handed over to collectives through shared memory, which are no network's; and `wire`,
+                 those per peer with the headers of all segments, an estimate
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
     energy       joules so far

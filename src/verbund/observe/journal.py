@@ -49,6 +49,7 @@ class ProcessJournal:
         address: of its host, in a run over several.
         links: peer to bytes sent and received; None if not measured.
         wire: the same with all headers, estimated.
+        shared_bytes: handed over to collectives through shared memory.
         peak_bytes: most memory; None if not measured.
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         joules: energy and how it was measured; None if not measured.
@@ -77,6 +78,7 @@ class ProcessJournal:
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
     wire: dict[str, tuple[int, int]] | None = None
+    shared_bytes: int | None = None
     peak_bytes: int | None = None
     held: dict[str, int] | None = None
     joules: tuple[float, str] | None = None
@@ -269,6 +271,7 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
     elif kind == "links":
         journal.links = _links(line.get("links"))
         journal.wire = _links(line.get("wire"))
+        journal.shared_bytes = _count(line.get("shared"))
     elif kind == "memory":
         journal.peak_bytes = _count(line.get("peak"))
     elif kind == "held":

@@ -242,6 +242,7 @@ def _bytes(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     return {
         "sent": sum(p["sent"] for p in per_process.values()) if measured else None,
         "received": sum(p["received"] for p in per_process.values()) if measured else None,
+        "shared": sum(j.shared_bytes or 0 for j in journals) if measured else None,
         "how": _HOW if measured else "not measured",
         "per_process": per_process,
     }

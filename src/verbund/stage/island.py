@@ -91,13 +91,7 @@ class Island:
         timeout = job.cluster.step_deadline + 60.0
         group = Group(Store(worker.ask, "island", timeout), rank, world, place, timeout, worker.address)
         mesh = Mesh.of(job.strategy, rank)
-        return Island(
-            job,
-            task,
-            mesh,
-            Groups.of(mesh, group, synchronous=not job.strategy.exchange.local),
-            train_set,
-            validation_set,
-            loaders,
-            threads,
-        )
+        groups = Groups.of(mesh, group, synchronous=not job.strategy.exchange.local)
+        for note in groups.notes():
+            worker.send("note", text=note)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)

@@ -51,7 +51,7 @@ def work(worker: Worker) -> dict[str, Any]:
         address=worker.spec.address,
     )
     links = Links()
-    worker.at_end.append(lambda: _close(journal, links))
+    worker.at_end.append(lambda: _close(journal, links, island))
     replica = island.replica(worker)
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
@@ -74,10 +74,15 @@ def work(worker: Worker) -> dict[str, Any]:
     return training.run_to_end()
 
 
-def _close(journal: Journal, links: Links) -> None:
-    journal.totals("links", links=links.sample(), wire=links.wire())
-    journal.totals("memory", peak=peak_bytes())
+def _close(journal: Journal, links: Links, island: Island) -> None:
+    _count(journal, links, island)
     journal.close()
+
+
+def _count(journal: Journal, links: Links, island: Island) -> None:
+    """Records the running totals of bytes moved and memory."""
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.island.shared_bytes)
+    journal.totals("memory", peak=peak_bytes())
 
 
 class _Training:
@@ -255,8 +260,7 @@ class _Training:
             self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            self.journal.totals("links", links=self.links.sample(), wire=self.links.wire())
-            self.journal.totals("memory", peak=peak_bytes())
+            _count(self.journal, self.links, self.island)
             self.journal.flush()
 
     def _due(self, every: int | str) -> bool:

@@ -133,6 +133,8 @@ def costs(summary: Mapping[str, Any]) -> str:
     each = ""
     if counts.get("sent") and steps:
         each = f" That is {size(counts['sent'] / steps)} sent per step by all processes together."
+    if counts.get("shared"):
+        each += f" Through shared memory, which is no network, went {size(counts['shared'])}."
     energy = _mapping(summary.get("energy"))
     joules = energy.get("joules")
     spent = str(energy.get("how") or "not measured") if joules is None else f"{number(joules)} J ({energy.get('how')})"
