@@ -91,7 +91,8 @@ def _send(connection: Connection, seconds: float, timeout: float) -> float:
 
 
 def _receive(connection: Connection, timeout: float) -> float:
-    """The rate at which data come, once the connection has gathered speed."""
+    """The rate at which data come: over all, or once a first burst is over, whichever is less. This process may come
+    late to what has come already, and then reads it faster than the link brings it."""
     seen: list[tuple[float, int]] = []
     total = 0
     while (message := connection.receive(timeout)).kind == "data":
@@ -101,14 +102,8 @@ def _receive(connection: Connection, timeout: float) -> float:
         raise WireError("the peer sent nothing to measure by")
     first, last = seen[0], seen[-1]
     steady = next((one for one in seen if one[0] - first[0] >= (last[0] - first[0]) / 3), first)
-    if last[0] <= steady[0]:
-        return total / seconds_since(first[0], last[0])
-    return (last[1] - steady[1]) / (last[0] - steady[0])
-
-
-def seconds_since(begin: float, end: float) -> float:
-    """A length of time that is never nothing."""
-    return max(end - begin, 1e-6)
+    rates = [(last[1] - since[1]) / (last[0] - since[0]) for since in (first, steady) if last[0] > since[0]]
+    return min(rates, default=total / _GROWING)
 
 
 def _keep_little(connection: Connection) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 1.5
 """For all pairs together."""
-_LONGEST, _SHORTEST = 0.4, 0.1
+_LONGEST, _SHORTEST = 0.7, 0.1
 _ROUNDS = 15
 """Of many hosts each is measured with so many others."""
 _TIMEOUT = 20.0
