@@ -29,6 +29,10 @@ class LocalCluster(ForkedCluster):
         self._servers.append(WarmServer(0, None, self.meeting, settings, environment or {}))
 
     @property
+    def address(self) -> None:
+        """Nobody comes from elsewhere."""
+
+    @property
     def server(self) -> WarmServer:
         """The one warm server."""
         return self._servers[0]

@@ -120,7 +120,8 @@ class Worker:
             elif message.kind == "end":
                 self._finish()
                 os._exit(1)
-            self.hears(message)
+            else:
+                self.hears(message)
         for answers in list(self._asked.values()):
             answers.put(None)
         self.orphaned = self.stopping = True

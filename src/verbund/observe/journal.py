@@ -48,7 +48,9 @@ class ProcessJournal:
         thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
+        address: of its host, in a run over several.
         links: peer to bytes sent and received; None if not measured.
+        wire: the same with all headers, estimated.
         shared_bytes: handed over to collectives through shared memory.
         peak_bytes: most memory; None if not measured.
         held: bytes of the model's state by kind, and `whole`; None if not measured.
@@ -68,6 +70,7 @@ class ProcessJournal:
     generation: int
     island: int = 0
     host: str = ""
+    address: str = ""
     pid: int = 0
     spans: Ints = field(default_factory=lambda: np.empty((0, 4), np.int64))
     collectives: Ints = field(default_factory=lambda: np.empty((0, 5), np.int64))
@@ -77,6 +80,7 @@ class ProcessJournal:
     thinned: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
+    wire: dict[str, tuple[int, int]] | None = None
     shared_bytes: int | None = None
     peak_bytes: int | None = None
     held: dict[str, int] | None = None
@@ -253,6 +257,7 @@ def _head(path: Path, line: dict[str, Any]) -> ProcessJournal | None:
         generation,
         island=_count(line.get("island")) or 0,
         host=str(line.get("host", ""))[:255],
+        address=str(line.get("address") or "")[:255],
         pid=_count(line.get("pid")) or 0,
         begin=start,
         end=start,
@@ -269,6 +274,7 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
             journal.events.append(line)
     elif kind == "links":
         journal.links = _links(line.get("links"))
+        journal.wire = _links(line.get("wire"))
         journal.shared_bytes = _count(line.get("shared"))
     elif kind == "memory":
         journal.peak_bytes = _count(line.get("peak"))
