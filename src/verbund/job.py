@@ -234,8 +234,8 @@ class Compression(Section):
     name: Literal["none", "fp16", "bf16", "int8", "int4", "sign", "top_k", "power_sgd"] = "none"
     """`fp16`, `bf16`: half the bytes; `int8`, `int4`: whole numbers with a scale per block; `sign`: one bit, and the
     mean size per block; `top_k`: the largest values alone; `power_sgd`: matrices as products of two narrow ones."""
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps without compression at the beginning of the training."""
+    warmup: Annotated[int, Field(ge=0)] | None = None
+    """Steps without compression at the beginning of the training; default 100 for `sign` and `top_k`, else 0."""
     density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
     """top_k: the share of the values that travels."""
     rank: Annotated[int, Field(ge=1, le=1024)] = 4
@@ -244,6 +244,13 @@ class Compression(Section):
     """power_sgd: matrices that would shrink by less than this factor travel as they are, and so do vectors."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """int8, int4: up or down by a draw (keyed by the seed) whose mean is the value itself, or to the nearest."""
+
+    @property
+    def exact_steps(self) -> int:
+        """Steps without compression at the beginning of the training."""
+        if self.warmup is not None:
+            return self.warmup
+        return 100 if self.name in ("sign", "top_k") else 0
 
     @model_validator(mode="after")
     def _of_the_method(self) -> Compression:

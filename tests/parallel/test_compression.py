@@ -55,7 +55,7 @@ def inputs(batch):
 
 
 def settings(name: str, workers: int = 2, **more: Any) -> dict[str, Any]:
-    method: dict[str, Any] = {"name": name}
+    method: dict[str, Any] = {"name": name, "warmup": 0}
     if name == "top_k":
         method["density"] = 0.1
     if name == "power_sgd":

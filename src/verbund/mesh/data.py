@@ -176,7 +176,7 @@ class GradientSums:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
         if self._compressed is not None and self._compression is not None:
-            self._compressing = not self.exact and step >= self._compression.settings.warmup
+            self._compressing = not self.exact and step >= self._compression.settings.exact_steps
             if self._compressing:
                 self._compressed.begin(step, scale)
 

@@ -78,7 +78,7 @@ def squeezed(name: str, values: np.ndarray) -> np.ndarray:
         back[kept] = values[kept]
         return back
     if name == "sign":
-        blocks = [values[low : low + 1024] for low in range(0, len(values), 1024)]
+        blocks = [values[low : low + 256] for low in range(0, len(values), 256)]
         return np.concatenate([np.where(b >= 0, 1, -1) * np.abs(b).mean() for b in blocks])
     raise AssertionError(name)
 
@@ -87,7 +87,7 @@ def by_hand(name: str, world: int, count: int, offset: int) -> list[np.ndarray]:
     """Error feedback as Karimireddy and others have it; sums of sign go the two ways."""
     errors = [np.zeros(count) for _ in range(world)]
     found = []
-    chunk = -(-count // (world * 1024)) * 1024
+    chunk = -(-count // (world * 256)) * 256
     for step in range(STEPS):
         sent = [errors[w] + gradient(step + offset, w, count) for w in range(world)]
         ways = (

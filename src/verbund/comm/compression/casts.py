@@ -24,7 +24,7 @@ class Casts:
 
     def __init__(self, settings: Compression, group: Group) -> None:
         self._codec = codec(settings) if settings.name in CASTS else None
-        self._warmup = settings.warmup
+        self._warmup = settings.exact_steps
         self._active = False
         self.totals = Totals(group.world) if self._codec is not None else None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verbund.comm.compression.codec import Codec, aligned
 
-BLOCK = 1024
+BLOCK = 256
 
 
 class Sign(Codec):
