@@ -7,7 +7,9 @@ and all problems are reported at once. Every default of the product stands here.
 from __future__ import annotations
 
 import copy
+import ipaddress
 import math
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from verbund.errors import InputError, JobError, Problem, nearest
 from verbund.job_problems import problems, section_at, shown
+from verbund.placement import place, spans
 
 
 def _listed(value: Any) -> Any:
@@ -78,6 +81,9 @@ class Data(Section):
     where the task is `hf:PATH`, else `bytes`."""
     image_size: Annotated[tuple[Positive, Positive] | None, BeforeValidator(_paired), Field(examples=[[32, 32]])] = None
     """Folders of images only: height and width that every image is resized to."""
+    placement: Literal["shared", "island"] = "shared"
+    """`shared`: every island draws from all samples; `island`: each draws from its own run of rows only, as where data
+    stay on the machine that has them."""
     cache: str | None = None
     """Folder of converted data; default `$XDG_CACHE_HOME/verbund` or `~/.cache/verbund`."""
 
@@ -220,6 +226,119 @@ class Checkpoint(Section):
     """Older checkpoints are pruned until the rest fits; the newest always stays."""
 
 
+class Compression(Section):
+    """Gradients of the axis `data` travel in fewer bytes. What a method leaves out is kept by each worker and added to
+    its gradients of the next step (error feedback)."""
+
+    shorthand = "name"
+    name: Literal["none", "fp16", "bf16", "int8", "int4", "sign", "top_k", "power_sgd"] = "none"
+    """`fp16`, `bf16`: half the bytes; `int8`, `int4`: whole numbers with a scale per block; `sign`: one bit, and the
+    mean size per block; `top_k`: the largest values alone; `power_sgd`: matrices as products of two narrow ones."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps without compression at the beginning of the training."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    """top_k: the share of the values that travels."""
+    rank: Annotated[int, Field(ge=1, le=1024)] = 4
+    """power_sgd: columns of the two narrow matrices."""
+    minimum_ratio: Annotated[float, Field(ge=1.0)] = 2.0
+    """power_sgd: matrices that would shrink by less than this factor travel as they are, and so do vectors."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """int8, int4: up or down by a draw (keyed by the seed) whose mean is the value itself, or to the nearest."""
+
+    @model_validator(mode="after")
+    def _of_the_method(self) -> Compression:
+        problems = []
+        for key, methods in _COMPRESSION_KEYS.items():
+            changed = getattr(self, key) != type(self).model_fields[key].default
+            if changed and self.name not in methods:
+                problems.append(f"`{key}` belongs to {' and '.join(f'`{m}`' for m in methods)}, not to `{self.name}`")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+_COMPRESSION_KEYS = {
+    "density": ("top_k",),
+    "rank": ("power_sgd",),
+    "minimum_ratio": ("power_sgd",),
+    "rounding": ("int8", "int4"),
+}
+CASTS = ("fp16", "bf16")
+"""The methods of compression that keep nothing from step to step."""
+
+
+class Exchange(Section):
+    """How islands combine what they learn."""
+
+    shorthand = "name"
+    name: Literal["all_reduce", "local_sgd", "diloco", "parameter_server", "federated"] = "all_reduce"
+    """`all_reduce`: gradients are added up in every step, as along the axis `data`. `local_sgd`: islands train alone
+    and average their parameters every so many steps. `diloco`: every so many steps an outer optimiser with Nesterov
+    momentum steps along the averaged difference of the parameters. The others are not available in this version."""
+    every: Positive | None = None
+    """local_sgd, diloco: steps between two exchanges; default 16 and 64."""
+    adaptive: bool = False
+    """local_sgd, diloco: the steps between two exchanges become fewer as the loss falls; `every` is their first
+    number."""
+    outer_lr: Annotated[float, Field(gt=0.0)] = 0.7
+    """diloco: learning rate of the outer optimiser."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """diloco: Nesterov momentum of the outer optimiser."""
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+    """local_sgd, diloco: parts of the model that are exchanged one after the other, evenly over `every` steps."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """local_sgd, diloco: steps for which training goes on while an exchange is under way."""
+    mixing: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """With `delay`: the share of an island's own values that stays when an exchange arrives; default 0.5, and 0 where
+    there is no delay."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Exchange:
+        problems = []
+        if self.name in ("parameter_server", "federated"):
+            problems.append(f"exchange `{self.name}` is not available in this version; there are {', '.join(_READY)}")
+        if not self.local:
+            given = sorted(self.model_fields_set - {"name"} - {k for k, v in _EXCHANGE_DEFAULTS if self._is(k, v)})
+            problems += [f"`{key}` is for the exchanges local_sgd and diloco, not `{self.name}`" for key in given]
+        elif self.name == "local_sgd":
+            outer = [key for key in ("outer_lr", "outer_momentum") if key in self.model_fields_set]
+            given = [key for key in outer if not self._is(key, dict(_EXCHANGE_DEFAULTS)[key])]
+            problems += [f"`{key}` is for the exchange diloco, not `local_sgd`" for key in given]
+        if self.fragments > self.steps_between:
+            problems.append(f"{self.fragments} fragments need `every` of at least as many steps")
+        if self.delay >= self.steps_between:
+            problems.append(f"`delay` of {self.delay} steps must be less than `every`, {self.steps_between}")
+        if self.adaptive and (self.fragments > 1 or self.delay):
+            problems.append("`adaptive` goes with neither `fragments` nor `delay`")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _is(self, key: str, value: Any) -> bool:
+        return bool(getattr(self, key) == value)
+
+    @property
+    def local(self) -> bool:
+        """Whether islands train alone between two exchanges."""
+        return self.name in ("local_sgd", "diloco")
+
+    @property
+    def steps_between(self) -> int:
+        """Steps between two exchanges of the same part of the model."""
+        return self.every or {"local_sgd": 16, "diloco": 64}.get(self.name, 1)
+
+    @property
+    def kept(self) -> float:
+        """The share of an island's own values that stays when an exchange arrives."""
+        return self.mixing if self.mixing is not None else 0.5 if self.delay else 0.0
+
+
+_READY = ("all_reduce", "local_sgd", "diloco")
+_EXCHANGE_DEFAULTS = tuple(
+    (key, field.default) for key, field in Exchange.model_fields.items() if key != "name" and field.default is not None
+)
+
+
 class Strategy(Section):
     """How the work is divided: a mesh inside an island, an exchange between islands."""
 
@@ -227,8 +346,9 @@ class Strategy(Section):
     """Sizes of the axes `data` (replicas share the samples), `shard` (so do workers that hold a share of every
     parameter), `tensor` (workers share every large operation) and `pipeline` (workers share the layers)."""
     islands: int = 1
-    exchange: str = "all_reduce"
-    """How islands combine what they learn; this version has one island, and so nothing to exchange."""
+    """Groups of workers, each with a mesh of this size; they share the samples of every global batch."""
+    exchange: Annotated[Exchange, Field(examples=["diloco", {"name": "diloco", "every": 50}])] = Exchange()
+    """How islands combine what they learn."""
     zero: Literal[1, 2, 3] = 3
     """Axis `shard`: what is divided all the time: 1 optimiser states, 2 gradients too, 3 parameters too."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "interleaved_zero_bubble"] = "1f1b"
@@ -237,6 +357,8 @@ class Strategy(Section):
     """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
     balance: Literal["cost", "memory"] = "cost"
     """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
+    compression: Annotated[Compression, Field(examples=[{"name": "top_k", "density": 0.01}])] = Compression()
+    """Axis `data` (casts: `shard` too): what gradients are sent as. Results are no longer those of one process."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -248,12 +370,12 @@ class Strategy(Section):
                 problems.append(f"axis `{axis}` has {size} workers; it needs at least 1")
         if self.islands < 1:
             problems.append(f"{self.islands} islands; at least 1 is needed")
-        elif self.islands > 1:
-            problems.append("more than one island is not available in this version; use the mesh axis `data`")
-        if self.exchange not in EXCHANGES:
-            problems.append(f"`{self.exchange}` is no exchange. {nearest(self.exchange, EXCHANGES)}")
-        elif self.exchange != "all_reduce":
-            problems.append(f"exchange `{self.exchange}` is not available in this version; use `all_reduce`")
+        if self.mesh.get("shard", 1) > 1 and self.compression.name not in ("none", *CASTS):
+            problems.append(
+                f"compression `{self.compression.name}` does not work with the axis `shard`: every worker would have "
+                "to keep what was left out of the whole gradient, which the axis is there to avoid. Use `fp16` or "
+                "`bf16`, or the axis `data` alone"
+            )
         if self.chunks is not None and self.chunks > 1 and not self.schedule.startswith("interleaved"):
             problems.append(
                 f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
@@ -275,13 +397,24 @@ class Strategy(Section):
 
 
 AXES = ("data", "shard", "tensor", "pipeline")
-EXCHANGES = ("all_reduce", "local_sgd", "diloco", "parameter_server", "federated")
 
 
 class Cluster(Section):
     """Where processes run, and how long anything may take."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "hosts"] = "local"
+    """`local`: this machine. `hosts`: several, over a network."""
+    hosts: Annotated[list[str], Field(examples=[["10.0.0.1", "10.0.0.2"]])] = []
+    """Kind `hosts`: names or addresses. Workers fill them in the order of ranks; an island stays on one host where it
+    fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
+    slots: Annotated[Positive | list[Positive] | None, Field(examples=[4])] = None
+    """Kind `hosts`: workers that a host takes, or a list with one number a host; default: an even share."""
+    command: str = "ssh {host}"
+    """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
+    none."""
+    trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
+    """Kind `hosts`: a network that is yours alone. An island over several hosts moves its tensors there without
+    encryption, and is refused elsewhere."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""
@@ -295,6 +428,52 @@ class Cluster(Section):
     """Seconds after the loss of the supervisor within which all workers have ended."""
     stop_grace: Annotated[float, Field(gt=0)] = 10.0
     """Seconds a process gets to end when asked, before it is killed."""
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Cluster:
+        problems = []
+        if self.kind == "hosts" and not self.hosts:
+            problems.append('kind `hosts` needs `hosts`, e.g. `hosts = ["10.0.0.1", "10.0.0.2"]`')
+        if self.kind != "hosts" and self.hosts:
+            problems.append('`hosts` are used with `kind = "hosts"` alone')
+        if twice := sorted({host for host in self.hosts if self.hosts.count(host) > 1}):
+            problems.append(f"`hosts` names {', '.join(twice)} more than once; `slots` says how many workers it takes")
+        if any(not host.strip() or host.startswith("-") or any(map(str.isspace, host)) for host in self.hosts):
+            problems.append("a host is a name or an address, without spaces and not beginning with `-`")
+        if isinstance(self.slots, list) and len(self.slots) != len(self.hosts):
+            problems.append(f"`slots` has {len(self.slots)} numbers for {len(self.hosts)} hosts")
+        problems += _command_problems(self.command)
+        if self.trusted_network is not None:
+            try:
+                network = ipaddress.ip_network(self.trusted_network)
+            except ValueError as error:
+                problems.append(f"`trusted_network` is no network such as 10.0.0.0/24: {error}")
+            else:
+                outside = [
+                    host for host in self.hosts if _is_address(host) and ipaddress.ip_address(host) not in network
+                ]
+                if outside:
+                    problems.append(f"{', '.join(outside)} does not lie in `trusted_network` {network}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _command_problems(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+        [word.format(host="host") for word in words]
+    except (ValueError, KeyError, IndexError) as error:
+        return [f"`command` cannot be read: {error}; the host's name is `{{host}}`"]
+    return [] if words else ["`command` is empty; it is what reaches a host, e.g. `ssh {host}`"]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class Observe(Section):
@@ -347,11 +526,35 @@ class Job(Section):
                 "`train.compile` with `train.activation_checkpointing` cannot key what is drawn by the sample: "
                 'leave one of them out, or set `train.randomness = "worker"`'
             )
+        if self.strategy.exchange.local and train.ema is not None:
+            problems.append(
+                f"`train.ema` averages the weights of every step, which islands of `{self.strategy.exchange.name}` do "
+                "not share: leave it out"
+            )
+        if self.strategy.islands > train.global_batch:
+            problems.append(
+                f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "
+                "raise `train.global_batch`"
+            )
         if self.data.validation is not None and self.data.validation_fraction > 0:
             problems.append("give `data.validation` or `data.validation_fraction`, not both")
+        problems += self._placement_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _placement_problems(self) -> list[str]:
+        cluster, strategy = self.cluster, self.strategy
+        if cluster.kind != "hosts" or strategy.world < 1:
+            return []
+        places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
+        if places is None:
+            return [f"`cluster.slots` has too little room for {strategy.world} workers on {len(cluster.hosts)} hosts"]
+        if spans(places, strategy.islands) and cluster.trusted_network is None:
+            what = "an island over several hosts moves its tensors without encryption or proof of who takes part"
+            fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
+            return [f"{what}: {fix}; else give each host as many `cluster.slots` as an island has workers"]
+        return []
 
     @staticmethod
     def read(path: str | Path, changes: dict[str, Any] | None = None) -> Job:
@@ -439,12 +642,13 @@ def parse_changes(settings: list[str]) -> dict[str, Any]:
 
 
 def parse_strategy(text: str) -> dict[str, Any]:
-    """`data=2,exchange=all_reduce` as changes of the job's strategy; axes that are not named become 1.
+    """`data=2,islands=3,exchange=diloco,exchange.every=50` as changes of the strategy. It says the whole division:
+    axes and islands that are not named become 1, an exchange that is not named `all_reduce`.
 
     Raises:
         InputError: on a word that is neither an axis nor a key of the strategy.
     """
-    changes: dict[str, Any] = {"strategy.mesh": {}}
+    changes: dict[str, Any] = {"strategy.mesh": {}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals:
@@ -453,7 +657,7 @@ def parse_strategy(text: str) -> dict[str, Any]:
             if not value.lstrip("-").isdigit():
                 raise InputError(f"axis `{key}` has size `{value}`", where="--strategy", fix="Give a whole number")
             changes["strategy.mesh"][key] = int(value)
-        elif key in Strategy.model_fields:
+        elif key.partition(".")[0] in Strategy.model_fields:
             changes[f"strategy.{key}"] = parse_value(value)
         else:
             known = [*AXES, *(k for k in Strategy.model_fields if k != "mesh")]

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import MakeJob, wait_for
 from processes import MARKED, alive, children, gone, parent, pids, start_command, write_job
-from verbund.cluster import local
+from verbund.cluster import forked
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import ProcessSpec
 from verbund.errors import ClusterLost
@@ -21,20 +21,20 @@ LIMITS = {"cluster.stop_grace": 0.5, "cluster.heartbeat": 0.2}
 
 
 def test_stopped_before_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_WARM_SECONDS", 0.5)
+    monkeypatch.setattr(forked, "WARM_SECONDS", 0.5)
     cluster = LocalCluster()
-    server = cluster._server.pid
+    server = cluster.server.pid
     os.kill(server, signal.SIGSTOP)
     with pytest.raises(ClusterLost, match=rf"warm server \(pid {server}\) did not start within .* it is stopped"):
         cluster.start([ProcessSpec("worker", 0, 1, "verbund.stage.train:work")])
     cluster.close()
     assert not alive(server)
-    assert not cluster.meeting.folder.exists()
+    assert not cluster.scratch.exists()
 
 
 def test_stopped_before_it_forks() -> None:
     cluster = LocalCluster()
-    server = cluster._server.pid
+    server = cluster.server.pid
     cluster.fileno()  # it has come
     os.kill(server, signal.SIGSTOP)
     start = time.monotonic()
@@ -47,11 +47,11 @@ def test_stopped_before_it_forks() -> None:
 
 def test_killed_before_it_has_started() -> None:
     cluster = LocalCluster()
-    cluster._server.kill()
+    os.kill(cluster.server.pid, signal.SIGKILL)
     with pytest.raises(ClusterLost, match="was killed by SIGKILL before it had started"):
         cluster.fileno()
     cluster.close()
-    assert not cluster.meeting.folder.exists()
+    assert not cluster.scratch.exists()
 
 
 def test_stopped_at_the_end_nothing_is_lost(make_job: MakeJob, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import PeerLost
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup, group
 from verbund.comm.wire import Secret
 

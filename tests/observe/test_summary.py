@@ -69,7 +69,13 @@ def test_a_generation_that_did_nothing_takes_nothing_away(tmp_path: Path) -> Non
 def test_a_run_without_a_journal(tmp_path: Path) -> None:
     summary = summarise(tmp_path, status="failed", cause={"what": "x"}, world=2)
     assert (summary["steps"], summary["samples"], summary["loss"]["first"]) == (0, 0, None)
-    assert summary["bytes"] == {"sent": None, "received": None, "how": "not measured", "per_process": {}}
+    assert summary["bytes"] == {
+        "sent": None,
+        "received": None,
+        "shared": None,
+        "how": "not measured",
+        "per_process": {},
+    }
     assert "not measured" in summary["held_back"][0]
     assert summarise(tmp_path, status="failed")["world"] == 0
     json.dumps(summary, allow_nan=False)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from conftest import MLP, MakeJob
+from verbund.cluster import local
 from verbund.errors import InputError, JobError, RunFailed
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage import before, launch
+from verbund.stage import launch
 
 RunJob = Callable[..., Run]
 TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics": ["accuracy"]}
@@ -27,8 +28,15 @@ TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics"
         ({"strategy.mesh": {"data": 0}}, ["axis `data` has 0 workers"]),
         ({"strategy.mesh": {"data": -2}}, ["axis `data` has -2 workers"]),
         ({"strategy.mesh": {"dat": 2}}, ["no axis of a mesh", "`data`"]),
-        ({"strategy.exchange": "dilocco"}, ["no exchange", "`diloco`"]),
-        ({"strategy.islands": 2}, ["not available"]),
+        ({"strategy.exchange": "dilocco"}, ["must be", "`diloco`"]),
+        ({"strategy.exchange": "federated"}, ["not available", "diloco"]),
+        ({"strategy.exchange.every": 8}, ["`every`", "local_sgd and diloco", "`all_reduce`"]),
+        ({"strategy.exchange": {"name": "local_sgd", "outer_lr": 0.3}}, ["`outer_lr`", "diloco"]),
+        ({"strategy.exchange": {"name": "diloco", "every": 4, "delay": 4}}, ["`delay`", "less than"]),
+        ({"strategy.exchange": {"name": "diloco", "every": 4, "fragments": 5}}, ["5 fragments", "`every`"]),
+        ({"strategy.exchange": "diloco", "train.ema": 0.9}, ["`train.ema`", "diloco"]),
+        ({"strategy.islands": 0}, ["at least 1"]),
+        ({"strategy.islands": 40}, ["cannot be shared", "global_batch"]),
         ({"train.steps": None, "train.epochs": None}, ["no end"]),
         ({"train.patience": {"validations": 2}}, ["need validation data"]),
     ],
@@ -150,7 +158,7 @@ def test_existing_directory_is_left_alone(make_job: MakeJob, tmp_path: Path) -> 
 
 
 def test_more_memory_than_there_is(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(local, "free_memory", lambda: 1000)
     with pytest.raises(InputError, match=r"workers need about .* of memory"):
         run_job(changes={"strategy.mesh": {"data": 3}})
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from verbund.comm.wire import Connection
@@ -22,6 +23,9 @@ class ProcessSpec:
         entry: the function it runs, as `module:function` below `verbund.stage`; it gets a `Worker`.
         generation: the membership it belongs to.
         settings: plain JSON values for the entry.
+        place: its number among those of its role on its host, set by the cluster.
+        neighbours: how many of them are there, itself among them.
+        address: its host's own address, where processes of several hosts meet; None: all are on this machine.
     """
 
     role: str
@@ -30,6 +34,9 @@ class ProcessSpec:
     entry: str
     generation: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    place: int = 0
+    neighbours: int = 1
+    address: str | None = None
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,6 +53,17 @@ class Process:
     spec: ProcessSpec
     pid: int
     connection: Connection
+    host: int = 0
+    """The number of its host in the cluster."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from all others: pids are a host's own."""
+        return self.host, self.pid
+
+    def __str__(self) -> str:
+        on = f" on {self.spec.address}" if self.spec.address else ""
+        return f"{self.spec.name} (pid {self.pid}{on})"
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,9 @@ class Exit:
     status: int
     doing: str = "starting"
     step: int = 0
+    host: int = 0
+    lost: ClusterLost | None = None
+    """Its end was not seen: what it depended on is lost."""
 
     def __str__(self) -> str:
         if self.status >= 0:
@@ -69,6 +90,23 @@ class Exit:
 
 class Cluster(Protocol):
     """Where processes run; knows nothing of training."""
+
+    @property
+    def scratch(self) -> Path:
+        """A folder that all its processes see, for what lasts no longer than the cluster."""
+        ...
+
+    def placed(self, world: int) -> list[int]:
+        """The host's number for each of so many workers."""
+        ...
+
+    def free_memory(self) -> dict[str, int | None]:
+        """Bytes that are free on each host, by its name; None where it is not known."""
+        ...
+
+    def check_shared(self, folders: Sequence[Path]) -> None:
+        """Checks that all hosts see these folders; InputError if one does not."""
+        ...
 
     def start(self, specs: list[ProcessSpec], timeout: float) -> list[Process]:
         """Starts processes and waits until each has said hello."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbund.cluster.keys import Keys
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
@@ -83,7 +83,8 @@ class Supervisor:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[tuple[int, int], _Watched] = {}
+        self._keys = Keys()
         self._failures: list[Failure] = []
         self._interrupts = interrupts or Interrupts()
         self._stop_sent = False
@@ -100,7 +101,6 @@ class Supervisor:
         settings = {
             "heartbeat": self._limits.heartbeat,
             "orphan_grace": self._limits.orphan_grace,
-            "store": f"store-{os.urandom(8).hex()}",
         }
         specs = [ProcessSpec(**{**s.record(), "settings": {**s.settings, **settings}}) for s in specs]
         try:
@@ -108,7 +108,7 @@ class Supervisor:
         except ClusterLost as error:
             raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
         now = time.monotonic()
-        self._watched = {p.pid: _Watched(p, now) for p in processes}
+        self._watched = {p.key: _Watched(p, now) for p in processes}
         with selectors.DefaultSelector() as selector:
             selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
             for watched in self._watched.values():
@@ -116,14 +116,15 @@ class Supervisor:
             self._loop(selector)
         if self._failures:
             raise Failed(self._ordered())
-        return [w.result or {} for p in processes for w in (self._watched[p.pid],)]
+        return [w.result or {} for p in processes for w in (self._watched[p.key],)]
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
         ending: float | None = None
         turned = time.monotonic()
         while waiting := [w for w in self._watched.values() if w.exit is None]:
             for key, _ in selector.select(_TICK):
-                if key.data is not None and key.data.connected:
+                # All that has come: what TLS has decrypted already makes no descriptor readable.
+                while key.data is not None and key.data.connected and key.data.process.connection.ready():
                     self._receive(key.data, selector)
             # Always, not only when there is something to read: an exit may have been read while processes were started.
             if not self._lost:
@@ -133,7 +134,7 @@ class Supervisor:
             turned = now
             if self._interrupts.count and not self._stop_sent:
                 self._stop_sent = True
-                self._tell_all("stop")
+                self.tell_all("stop")
             if self._interrupts.count > 1 and not self._failures:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
@@ -141,7 +142,7 @@ class Supervisor:
             if self._failures and ending is None:
                 primary = any(not failure.secondary for failure in self._failures)
                 if primary or time.monotonic() - self._failures[0].at > _CAUSE_SECONDS:
-                    self._tell_all("end")
+                    self.tell_all("end")
                     ending = time.monotonic() + _END_SECONDS
             if ending is not None and time.monotonic() > ending:
                 for watched in waiting:
@@ -172,39 +173,34 @@ class Supervisor:
             self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
         else:
             try:
-                self._handle(watched.process, message)
+                if message.kind == "store":
+                    self._keys.answer(watched.process.connection, message)
+                else:
+                    self._handle(watched.process, message)
             except Exception as error:
                 described = describe(error)
                 self._fail(None, from_record(described["error"]), secondary=False, trace=described["trace"])
 
     def _exits(self, selector: selectors.BaseSelector) -> None:
-        try:
-            exits = list(self._cluster.exits())
-        except ClusterLost as error:
-            self._lost = True
-            selector.unregister(self._cluster.fileno())
-            self._fail(None, error, secondary=False)
-            self._all_ended()
-            return
-        for ended in exits:
-            watched = self._watched.get(ended.pid)
+        for ended in self._cluster.exits():
+            watched = self._watched.get((ended.host, ended.pid))
             if watched is None:
                 continue
             while watched.connected and watched.process.connection.ready():
                 self._receive(watched, selector)  # what it said last counts before that it ended
             watched.exit = ended
             if watched.result is None and not watched.failed and not self._ended_by_us():
-                self._fail(watched, self._death(watched, ended), secondary=False)
+                if ended.lost is not None:
+                    self._fail(None, ended.lost, secondary=False)
+                else:
+                    self._fail(watched, self._death(watched, ended), secondary=False)
 
     def _ended_by_us(self) -> bool:
         return any(not failure.secondary for failure in self._failures)
 
     def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
         fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
-        return ClusterLost(f"{self._name(watched)} {ended} while {ended.doing} (step {ended.step})", fix=fix)
-
-    def _name(self, watched: _Watched) -> str:
-        return f"{watched.process.spec.name} (pid {watched.process.pid})"
+        return ClusterLost(f"{watched.process} {ended} while {ended.doing} (step {ended.step})", fix=fix)
 
     def _discount(self, passed: float) -> None:
         """Takes a standstill of this process itself (it was suspended, or saved for long) off the others' silence."""
@@ -245,8 +241,8 @@ class Supervisor:
 
     def _all_ended(self) -> None:
         """No exits will come any more: all processes end with the cluster."""
-        for pid, watched in self._watched.items():
-            watched.exit = watched.exit or Exit(pid, -9)
+        for watched in self._watched.values():
+            watched.exit = watched.exit or Exit(watched.process.pid, -9)
 
     def _deadlines(self) -> None:
         now = time.monotonic()
@@ -255,7 +251,7 @@ class Supervisor:
             silent = now - watched.heard
             # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
             if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
-                what = f"{self._name(watched)} has given no sign of life for {silent:.0f} s"
+                what = f"{watched.process} has given no sign of life for {silent:.0f} s"
                 self._fail(
                     watched, ClusterLost(f"{what}; it was {watched.doing} (step {watched.step})"), secondary=False
                 )
@@ -287,10 +283,11 @@ class Supervisor:
         """The first cause first: what is a consequence of another's end comes last."""
         return sorted(self._failures, key=lambda failure: (failure.secondary, failure.at))
 
-    def _tell_all(self, kind: str) -> None:
+    def tell_all(self, kind: str, **fields: Any) -> None:
+        """Sends a message to all processes that live."""
         for watched in self._watched.values():
             if watched.exit is None:
                 try:
-                    watched.process.connection.send(kind)
+                    watched.process.connection.send(kind, fields)
                 except WireError:
                     continue  # its exit is on the way

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
+import queue
 import signal
 import threading
 import time
@@ -14,7 +16,7 @@ from typing import Any, NoReturn
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.rendezvous import Meeting, dial
-from verbund.comm.wire import Connection, Deadline, WireError
+from verbund.comm.wire import Array, Closed, Connection, Deadline, Message, WireError
 from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -34,12 +36,21 @@ class Worker:
         self.stopping = False
         self.orphaned = False
         self.born = time.monotonic_ns()
+        self.hears: Callable[[Message], None] = lambda _: None
+        """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self._connection = connection
+        self._asked: dict[int, queue.SimpleQueue[Message | None]] = {}
+        self._questions = itertools.count()
         self._doing = ("starting", 0, time.monotonic())
         self._last_words = last_words
         self._listening = threading.Thread(target=self._listen, name="supervision", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this process: its host's own address, or loopback if all are on one."""
+        return self.spec.address or "127.0.0.1"
 
     def supervise(self) -> None:
         """Starts the signs of life. Not before loader processes were forked: a fork wants a single thread."""
@@ -65,6 +76,26 @@ class Worker:
         except WireError:
             self.stopping = True
 
+    def ask(self, kind: str, fields: dict[str, Any], arrays: dict[str, Array], timeout: float) -> Message:
+        """The supervisor's answer. Only after `supervise`, whose thread receives it.
+
+        Raises:
+            Deadline: if there is none within `timeout` seconds.
+            WireError: if the supervisor is gone.
+        """
+        number = next(self._questions)
+        answers = self._asked[number] = queue.SimpleQueue()
+        try:
+            self._connection.send(kind, {**fields, "number": number}, None, **arrays)
+            answer = answers.get(timeout=timeout)
+        except queue.Empty:
+            raise Deadline(f"no answer within {timeout:.0f} s") from None
+        finally:
+            del self._asked[number]
+        if answer is None:
+            raise Closed("the supervisor is gone")
+        return answer
+
     def _listen(self) -> None:
         beat = float(self.settings.get("heartbeat", 2.0))
         while True:
@@ -79,11 +110,19 @@ class Worker:
                 continue
             except WireError:
                 break
-            if message is not None and message.kind == "stop":
+            if message is None:
+                continue
+            if message.kind == "stop":
                 self.stopping = True
-            elif message is not None and message.kind == "end":
+            elif message.kind == "answer":
+                if (answers := self._asked.get(message.fields["number"])) is not None:
+                    answers.put(message)
+            elif message.kind == "end":
                 self._finish()
                 os._exit(1)
+            self.hears(message)
+        for answers in list(self._asked.values()):
+            answers.put(None)
         self.orphaned = self.stopping = True
         time.sleep(float(self.settings.get("orphan_grace", 30.0)))
         self._finish()

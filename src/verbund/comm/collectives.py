@@ -1,4 +1,4 @@
-"""Collectives between the workers of an island, over gloo or NCCL.
+"""Collectives between the workers of an island: through shared memory inside a host, else over gloo or NCCL.
 
 Every call names what it is for. A peer's death surfaces as `PeerLost`, which is never the first cause: the supervisor
 knows which process died and says so.
@@ -17,46 +17,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verbund.errors import ClusterLost
+from verbund.comm.peer_lost import PeerLost
+from verbund.comm.shared_memory.group import SharedGroup, Started
+from verbund.comm.shared_memory.hierarchy import Hierarchy
+from verbund.comm.shared_memory.host import Host
+from verbund.comm.shared_memory.reduction import Reducer
 
 # The classes below the functions of torch.distributed, of which its stubs know only some.
 c10d: Any = dist
 
 Work = Any
-"""torch's handle of a collective under way: `wait()`."""
+"""torch's handle of a collective under way, with `wait()`, or one through shared memory."""
 
 
 # gloo's default of 2 takes a fifth longer over an all-reduce of 1 MB between two busy processes.
 _THREADS = 4
 
 
-class PeerLost(ClusterLost):
-    """A collective broke off because another process is gone or did not come."""
-
-
 class Group:
     """Workers of one island and what they do together.
 
-    A group of one does nothing and costs nothing. gloo's sockets are bound to loopback: a group lives on one host.
+    A group of one does nothing and costs nothing. Tensors on the CPU go through shared memory where all members share
+    a host; all-reduces use it inside each host where some do. gloo does the rest, and takes over where memory cannot be
+    shared; `note` says why. gloo's sockets are bound to `address`.
+
+    All members start a group's collectives in the same order. A collective that was started goes on while this process
+    waits for another one, of whichever group. One thread uses a group and all its parts.
 
     Args:
-        store: path of a file that all members of this generation share, in a folder private to the user.
+        store: torch's, through which all members of this generation find each other; or the path of a file for one.
         rank: this process's number, 0 … world − 1.
         world: how many there are.
         device: where the tensors lie; `cuda` uses NCCL for them and gloo for what stays on the host.
         timeout: seconds after which a collective gives up by itself.
+        address: of this host; loopback if all members are on it. gloo has no TLS: between hosts the network must be
+            trusted.
     """
 
-    def __init__(self, store: Path | None, rank: int, world: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, device: torch.device, timeout: float, address: str = "127.0.0.1"
+    ) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._timeout = timeout
+        self._address = address
         self._gloo: Any = None
         self._nccl: Any = None
         self._store: Any = None
+        self._host: Host | None = None
+        self._numbers = list(range(world))  # the members' in the island
+        self._shared: SharedGroup | None = None
+        self._hierarchy: Hierarchy | None = None
+        self.note: str | None = None
         if world > 1:
             assert store is not None, "a group of several needs a store"
-            self._store = c10d.FileStore(str(store), world)
+            self._store = c10d.FileStore(str(store), world) if isinstance(store, Path) else store
             self._meet()
+            self._host, self.note = Host.meet(rank, self._exchange)
+            self._share()
 
     @staticmethod
     def apart(rank: int, world: int, device: torch.device) -> Group:
@@ -74,11 +91,13 @@ class Group:
             name: of the group, e.g. the axis.
             ranks: numbers in this group, in the order in which they count in the new one.
         """
-        part = Group(None, 0, 1, self.device, self._timeout)
+        part = Group(None, 0, 1, self.device, self._timeout, self._address)
         part.rank, part.world = ranks.index(self.rank), len(ranks)
         if part.world > 1:
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
+            part._host, part._numbers = self._host, [self._numbers[rank] for rank in ranks]
             part._meet()
+            part._share()
         return part
 
     def _meet(self) -> None:
@@ -86,7 +105,7 @@ class Group:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = limit
         options._threads = _THREADS
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
             store = c10d.PrefixStore("gloo/", self._store)
             self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
@@ -99,10 +118,65 @@ class Group:
         except RuntimeError as error:
             raise PeerLost(f"the {self.world} workers did not meet: {_first_line(error)}") from error
 
+    def _exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Plain values of all members, by rank."""
+        raw = np.frombuffer(json.dumps(record).encode(), np.uint8)
+        return [
+            json.loads(arrays["record"].tobytes())
+            for arrays in self.all_gather_arrays({"record": raw}, "the first meeting")
+        ]
+
+    def _share(self) -> None:
+        """Prepares what members on one host do together through memory."""
+        if self._host is None:
+            return
+        companions = self._host.companions(self._numbers)
+        if len(companions) == self.world:
+            return
+        channels, note = self._host.channels(self._numbers, 1 if len(companions) == 1 else 2, self._exchange)
+        self.note = self.note or note
+        if note is not None:
+            return
+        groups = [SharedGroup(self._host, channel, self._timeout) for channel in channels]
+        if len(companions) == 1:
+            (self._shared,) = groups
+            return
+        leaders = [self._numbers.index(host[0]) for host in companions]
+        between = self.part("leaders", leaders)._polled_all_reduce if self.rank in leaders else None
+        inside = (groups[0], groups[1]) if groups else None
+        self._hierarchy = Hierarchy(self._host, inside, between, self._timeout)
+
+    def _polled_all_reduce(self, tensor: Tensor, maximum: bool) -> Callable[[], bool]:
+        """Starts an all-reduce; what it gives says whether that is over."""
+        work: Any = self.start_all_reduce(tensor, maximum)
+
+        def over() -> bool:
+            if not work.is_completed():
+                return False
+            _landed(work.wait, "an all-reduce between hosts")
+            return True
+
+        return over
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Flat memory on this group's device, the best there is for its collectives. All members call it together.
+
+        It is not given back before the process ends: for what lives as long as the work.
+        """
+        shared = self._shared.empty(count, dtype) if self._shared is not None and self.device.type == "cpu" else None
+        return torch.empty(count, dtype=dtype, device=self.device) if shared is None else shared
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that this process has handed over to collectives through shared memory, in all groups of the island."""
+        return 0 if self._host is None else self._host.moved
+
     def start_all_reduce(self, tensor: Tensor, maximum: bool = False) -> Work | None:
         """Starts adding up `tensor` over all workers, in place; `finish` waits for it."""
         if self.world == 1:
             return None
+        if (path := self._shared or self._hierarchy) is not None and _adds(tensor):
+            return path.start_all_reduce(tensor, maximum)
         options = c10d.AllreduceOptions()
         options.reduceOp = c10d.ReduceOp.MAX if maximum else c10d.ReduceOp.SUM
         return self._started(lambda: self._backend(tensor).allreduce([tensor], options), "an all-reduce")
@@ -115,10 +189,13 @@ class Group:
         """
         if work is None:
             return
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLost(f"{what} broke off: {_first_line(error)}") from error
+        if isinstance(work, Started):
+            work.finish(what)
+            return
+        if self._host is not None and self._host.progress.pending:
+            self._host.progress.beside(lambda: _landed(work.wait, what))
+        else:
+            _landed(work.wait, what)
 
     def all_reduce(self, tensor: Tensor, what: str, maximum: bool = False) -> None:
         """Adds up (or takes the maximum of) `tensor` over all workers, in place."""
@@ -128,6 +205,10 @@ class Group:
         """The tensors of all workers, of equal shape and dtype, by rank."""
         if self.world == 1:
             return [tensor]
+        if self._shared is not None and SharedGroup.takes(tensor):
+            whole = tensor.new_empty((self.world, *tensor.shape))
+            self.finish(self._shared.start_all_gather(whole, tensor), what)
+            return list(whole)
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         self.finish(self._started(lambda: self._backend(tensor).allgather([gathered], [tensor]), what), what)
         return gathered
@@ -142,9 +223,27 @@ class Group:
         if self.world == 1:
             whole.view(-1).copy_(share.view(-1))
             return None
+        if self._shared is not None and SharedGroup.takes(whole):
+            return self._shared.start_all_gather(whole, share)
         return self._started(
             lambda: self._backend(whole)._allgather_base(whole.view(-1), share.view(-1)), "an all-gather"
         )
+
+    def start_reduce_scatter(self, target: Tensor, values: Tensor) -> Work | None:
+        """Starts adding up the `rank`-th of the `world` equal parts of all workers' `values`, in the order of the
+        workers; `finish` waits for it.
+
+        Args:
+            target: contiguous, as many elements as one part; is overwritten.
+            values: this worker's, contiguous; they stay as they are.
+        """
+        if self.world == 1:
+            target.view(-1).copy_(values.view(-1))
+            return None
+        if self._shared is not None and _adds(values):
+            return self._shared.start_reduce_scatter(target, values)
+        received = torch.empty_like(values).view(self.world, -1)
+        return _Added(self.start_all_to_all(received, values), target, received)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
         """Starts sending the r-th of `world` equal parts of `sent` to worker r; `received` gets what the others sent,
@@ -155,6 +254,23 @@ class Group:
         return self._started(
             lambda: self._backend(sent).alltoall_base(received.view(-1), sent.view(-1), [], []), "an all-to-all"
         )
+
+    def start_broadcast(self, tensor: Tensor, root: int) -> Work | None:
+        """Starts giving worker `root`'s values to all, in place; `finish` waits for it."""
+        if self.world == 1:
+            return None
+        if self._shared is not None and SharedGroup.takes(tensor):
+            return self._shared.start_broadcast(tensor, root)
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        return self._started(lambda: self._backend(tensor).broadcast([tensor], options), "a broadcast")
+
+    def barrier(self, what: str) -> None:
+        """Waits until all workers are here."""
+        if self._shared is not None:
+            self.finish(self._shared.start_barrier(), what)
+        else:
+            self.all_reduce(torch.zeros(1), what)
 
     def start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Work | None:
         """Starts sending a contiguous tensor to worker `to`; it must stay as it is until `finish`."""
@@ -185,10 +301,32 @@ class Group:
 
     def close(self) -> None:
         """Leaves the group; its sockets are closed."""
-        self._gloo = self._nccl = None
+        self._gloo = self._nccl = self._shared = self._hierarchy = None
 
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._gloo
+
+
+class _Added:
+    """A reduce-scatter under way over sockets: what arrived is added up when it is waited for."""
+
+    def __init__(self, work: Any, target: Tensor, received: Tensor) -> None:
+        self._work, self._target, self._received = work, target, received
+
+    def wait(self) -> None:
+        self._work.wait()
+        Reducer().into(self._target.view(-1), list(self._received), False)
+
+
+def _landed(wait: Callable[[], Any], what: str) -> None:
+    try:
+        wait()
+    except RuntimeError as error:
+        raise PeerLost(f"{what} broke off: {_first_line(error)}") from error
+
+
+def _adds(tensor: Tensor) -> bool:
+    return tensor.dtype != torch.bool and SharedGroup.takes(tensor)
 
 
 def _arrays(raw: bytes) -> dict[str, Any]:

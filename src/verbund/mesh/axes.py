@@ -1,26 +1,27 @@
-"""The mesh: how the work is divided inside an island, and which samples are whose."""
+"""The mesh: how the work is divided inside islands, and which samples are whose."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from verbund.job import AXES
+from verbund.job import AXES, Strategy
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of an island's axes and this process's place among them.
+    """The sizes of the islands' axes and this process's place among them.
 
-    Ranks count through the axes with `tensor` the fastest, then `shard`, `data`, `pipeline`: those that exchange most
-    are neighbours.
+    Ranks count through the axes with `tensor` the fastest, then `shard`, `data`, `pipeline`, and through the islands
+    the slowest: those that exchange most are neighbours.
 
     Args:
-        rank: this process's number in the island.
+        rank: this process's number among all workers.
         data: replicas that share the samples.
         shard: workers that share the samples and hold a share of every parameter each.
         tensor: workers that compute a share of every operation on the same samples.
         pipeline: workers that compute one run of layers after the other on the same samples.
+        islands: groups of workers that all these axes divide alike.
     """
 
     rank: int = 0
@@ -28,16 +29,27 @@ class Mesh:
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
+    islands: int = 1
 
     @staticmethod
-    def of(sizes: dict[str, int], rank: int) -> Mesh:
-        """The mesh of a job; axes that it does not name are 1."""
-        return Mesh(rank, **{axis: sizes.get(axis, 1) for axis in AXES})
+    def of(strategy: Strategy, rank: int) -> Mesh:
+        """The mesh of a strategy; axes that it does not name are 1."""
+        return Mesh(rank, **{axis: strategy.mesh.get(axis, 1) for axis in AXES}, islands=strategy.islands)
 
     @property
     def world(self) -> int:
         """Workers in all."""
-        return math.prod(self.size(axis) for axis in AXES)
+        return self.size(*_ORDER)
+
+    @property
+    def island(self) -> int:
+        """The number of this worker's island."""
+        return self.place("islands")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker is the first of its island."""
+        return self.place(*AXES) == 0
 
     def size(self, *axes: str) -> int:
         """The product of some axes' sizes."""
@@ -61,12 +73,12 @@ class Mesh:
     @property
     def batch_workers(self) -> int:
         """How many workers (or groups of them) share the samples of a global batch."""
-        return self.data * self.shard
+        return self.islands * self.data * self.shard
 
     @property
     def batch_worker(self) -> int:
         """Which of them this one belongs to."""
-        return self.place("data", "shard")
+        return self.place("islands", "data", "shard")
 
     @property
     def divides_model(self) -> bool:
@@ -87,7 +99,7 @@ class Mesh:
         return place
 
 
-_ORDER = ("pipeline", "data", "shard", "tensor")
+_ORDER = ("islands", "pipeline", "data", "shard", "tensor")
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,10 @@ class BufferDeltas:
             kind.add(samples, self._first)
         self._first = False
 
+    def averaged(self) -> list[Buffer]:
+        """The buffers that are averaged over samples: those of floating point."""
+        return [buffer for kind in self._kinds if kind.averaged for buffer in kind.buffers]
+
     def flat(self) -> Tensor:
         """The changes of this worker as one vector, to be added up over the workers; shape [size], float32 or, for
         buffers of float64, float64."""
@@ -120,14 +124,14 @@ class _Kind:
     """The buffers of one dtype and device, as one flat tensor: a few calls of torch for all of them."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._tensors = [buffer.get() for buffer in buffers]
         # Flat views of the buffers, made once: making them costs more than all that is done with them.
         self._views = [_flat(tensor) for tensor in self._tensors]
         self._shapes = [tensor.shape for tensor in self._tensors]
         self._sizes = [view.numel() for view in self._views]
         first = self._tensors[0]
-        self._averaged = first.is_floating_point() or first.is_complex()
+        self.averaged = first.is_floating_point() or first.is_complex()
         self.size = sum(self._sizes)
         wide = torch.float64 if first.dtype in (torch.float64, torch.complex128) else torch.float32
         self.change = torch.zeros(self.size, dtype=wide, device=first.device)
@@ -140,7 +144,7 @@ class _Kind:
 
     @torch.no_grad()
     def add(self, samples: int, first: bool) -> None:
-        if self._averaged:
+        if self.averaged:
             self.change.add_(self._now() - self._start, alpha=samples)
         elif first:
             self.change.add_(self._now().to(torch.int64) - self._start.to(torch.int64))
@@ -148,14 +152,14 @@ class _Kind:
 
     @torch.no_grad()
     def apply(self, total: Tensor, samples: int) -> None:
-        if self._averaged:
+        if self.averaged:
             self._put(self._start + (total / samples).to(self._start))
         else:
             change = total.round().to(self._start.device, torch.int64)
             self._put((self._start.to(torch.int64) + change).to(self._start.dtype))
 
     def _now(self) -> Tensor:
-        for place, buffer in enumerate(self._buffers):
+        for place, buffer in enumerate(self.buffers):
             tensor = buffer.module._buffers[buffer.key]
             if tensor is not self._tensors[place]:
                 self._follow(place, buffer.get())
@@ -165,14 +169,14 @@ class _Kind:
         """Another tensor is there now."""
         if tensor.shape != self._shapes[place]:
             raise TaskError(
-                f"the buffer `{self._buffers[place].name}` changed its shape from {list(self._shapes[place])} to "
+                f"the buffer `{self.buffers[place].name}` changed its shape from {list(self._shapes[place])} to "
                 f"{list(tensor.shape)}",
                 where="model()",
                 fix="Register it with persistent=False if it is a cache; state must keep its shape",
             )
         # A view of one number repeated cannot be written to.
         self._tensors[place] = tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._buffers[place].put(tensor)
+        self.buffers[place].put(tensor)
         self._views[place] = _flat(tensor)
 
     def _put(self, flat: Tensor) -> None:

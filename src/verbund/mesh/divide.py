@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
+from verbund.comm.compression.casts import Casts
 from verbund.errors import InputError, VerbundError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
@@ -140,7 +141,10 @@ def divide(
         level = job.strategy.zero
         if made.pipeline is not None and job.strategy.schedule.endswith("zero_bubble"):
             level = min(level, 2)  # the later half of a backward pass needs the parameters once more
-        made.shards = Shards(model, made.held, groups.shard, level, Traffic(mesh.peers("shard"), mesh.world, 2))
+        traffic = Traffic(mesh.peers("shard"), mesh.world, 2)
+        made.shards = Shards(
+            model, made.held, groups.shard, level, traffic, Casts(job.strategy.compression, groups.shard)
+        )
         made.held = made.shards.held
     if made.pipeline is not None:
         made.tied = _tied(made, mesh, groups)

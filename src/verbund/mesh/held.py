@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from verbund.checkpoint.box import Box
 from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.read import Checkpoint
 from verbund.errors import InputError
 
 
@@ -125,6 +126,9 @@ class Held:
             if high > low:
                 yield from boxes
             return
+        if not self.shape[0]:
+            yield from boxes  # of nothing, but under its name: a checkpoint has it too
+            return
         for box, place in boxes:
             first = place[0].start
             start, end = max(low, first), min(high, first + box.length[0])
@@ -150,6 +154,12 @@ class Held:
         for box, place in self.spans():
             part = values if not self.shape else values[place]
             yield Piece(kind, name, self.shape, values.dtype, box.offset, box.length, part, owner)
+
+    def fill(self, values: Tensor, checkpoint: Checkpoint, kind: str, name: str) -> None:
+        """Reads what `pieces` gave, of any division, into `values`, of the shape of this process's share."""
+        for box, place in self.spans():
+            part = values if not self.shape else values[place]
+            part.copy_(checkpoint.read(kind, name, box.offset, box.length))
 
     def sharded(self, values: nn.Parameter, rows: tuple[int, int]) -> Held:
         """The same parameter, of which this process trains some rows."""

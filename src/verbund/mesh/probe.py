@@ -57,8 +57,11 @@ def probe(replica: Replica, batch: Batch) -> Probe:
         batch: some samples.
     """
     size = len(batch.ids)
-    copies = replica.mesh.batch_workers
-    sums = replica.gradients(iter([batch]), 1, 0, size, 0.0, _silent())
+    shares = [size] * replica.mesh.islands
+    copies = replica.groups.batch.world
+    size = sum(replica.joint(shares))
+    with replica.uncompressed():
+        sums = replica.gradients(iter([batch]), 1, 0, shares, 0.0, _silent())
     scale = size / copies / (replica.loss_scale.scale if replica.loss_scale else 1.0)
     names = {name: index for index, (name, _) in enumerate(replica.model.named_parameters())}
     squares = torch.zeros(len(names), _PARTS, dtype=torch.float64, device=replica.device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,14 +16,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
 from verbund.checkpoint.piece import Piece
-from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
-from verbund.mesh import activation_checkpointing, batch_statistics, initial, optimizer, schedule
+from verbund.mesh import activation_checkpointing, batch_statistics, equality, initial, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
@@ -30,6 +31,7 @@ from verbund.mesh.groups import Groups
 from verbund.mesh.held import Held
 from verbund.mesh.pipeline import schedule as pipeline_schedule
 from verbund.mesh.pipeline.stages import Boundary
+from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
@@ -39,6 +41,14 @@ from verbund.task import Task
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Doing = Callable[[str, int], None]
+
+
+class Common(Protocol):
+    """What keeps another set of the model's weights."""
+
+    def swapped(self) -> AbstractContextManager[None]:
+        """Within the block the model has them."""
+        ...
 
 
 class Replica:
@@ -72,7 +82,7 @@ class Replica:
         self.mesh = mesh
         self.groups = groups
         self.device = groups.island.device
-        self._doing = doing
+        self.doing = doing
         seed_everything(job.seed)
         if not job.train.compile:
             optimizer.without_dynamo()
@@ -111,10 +121,14 @@ class Replica:
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
+        self.common: Common | None = None
+        """What has the islands' common weights, where islands train alone."""
+        self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
-        self.division = Division(mesh.batch_workers, unit, job.train.micro_batch, Division.passes_of(mesh))
+        self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
+        """How an island's share of a global batch is divided."""
         self._synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
             self._synchronised = batch_statistics.synchronise(
@@ -123,7 +137,11 @@ class Replica:
         self.buffers = batch_statistics.BufferDeltas(model)
         self._running_statistics = batch_statistics.running_statistics(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
-        self._sums = GradientSums(self.parameters, groups.data, extras=self.buffers.size, beyond=beyond)
+        self.compression: GradientCompression | None = None
+        if job.strategy.compression.name != "none":
+            self.compression = GradientCompression(job.strategy.compression, trained, mesh, job.seed, self.shards)
+        self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression)
+        self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
         self._local_logits = local is not None and divided.output_is_last
@@ -141,57 +159,76 @@ class Replica:
     def joins_forward(self) -> bool:
         """Whether the forward pass has collectives with workers that have other samples, so that a worker without
         samples must still make one."""
-        return self.mesh.batch_workers > 1 and (self._whole_batch or self.mesh.shard > 1)
+        return self.groups.batch.world > 1 and (self._whole_batch or self.mesh.shard > 1)
 
-    def plan(self, size: int) -> list[tuple[int, int, bool]]:
-        """This worker's forward passes over a global batch: half-open ranges, and whether it only takes part, with
-        samples that weigh nothing. Where the passes have collectives all workers have the same number."""
-        mine = [(low, high, False) for low, high in self.division.micro_batches(size, self.mesh.batch_worker)]
+    def joint(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Of the islands' shares of a global batch those whose gradients are added up."""
+        mine = self.mesh.island
+        return sizes[mine : mine + 1] if self.strategy.exchange.local else sizes
+
+    def plan(self, sizes: Sequence[int]) -> list[tuple[int, int, bool]]:
+        """This worker's forward passes over its island's share of a global batch: half-open ranges, and whether it only
+        takes part, with samples that weigh nothing. Where the passes have collectives all workers have the same number.
+
+        Args:
+            sizes: the samples of each island's share.
+        """
+        worker = self.mesh.place("data", "shard")
+        mine = [(low, high, False) for low, high in self.division.micro_batches(sizes[self.mesh.island], worker)]
         if not self.joins_forward:
             return mine
-        most = max(len(self.division.micro_batches(size, worker)) for worker in range(self.mesh.batch_workers))
-        return mine + [(0, min(self.division.unit, size), True)] * (most - len(mine))
+        workers = range(self.division.workers)
+        most = max(len(self.division.micro_batches(size, w)) for size in set(self.joint(sizes)) for w in workers)
+        return mine + [(0, min(self.division.unit, max(sizes)), True)] * (most - len(mine))
 
     # -- training ------------------------------------------------------------------------------------------------
 
     def gradients(
-        self, batches: Iterator[Batch], count: int, step: int, size: int, flag: float, journal: Journal
+        self, batches: Iterator[Batch], count: int, step: int, sizes: Sequence[int], flag: float, journal: Journal
     ) -> StepSums:
-        """Forward and backward passes of one global batch; leaves the gradients' undivided sums.
+        """Forward and backward passes of this worker's share of a global batch; leaves the gradients' undivided sums.
 
         Args:
             batches: where this worker's micro-batches come from.
             count: how many of them belong to this step; may be 0.
             step: the optimiser step, which is the ticket.
-            size: the samples of the global batch.
-            flag: added up over the workers: a reason to stop after this step, or 0.
+            sizes: the samples of each island's share.
+            flag: added up over those workers: a reason to stop after this step, or 0.
             journal: gets the spans.
 
         Raises:
             RunFailed: from the user's model or loss, with the samples concerned.
         """
         self.model.train()
-        low, high = self.division.share(size, self.mesh.batch_worker)
-        self._sums.begin()
-        self.buffers.begin(first=low == 0 < high)
+        joint = self.joint(sizes)
+        size = sum(joint)
+        low, high = self.division.share(sizes[self.mesh.island], self.mesh.place("data", "shard"))
+        leading = len(joint) == 1 or not any(joint[: self.mesh.island])
+        self._sums.begin(step, self.loss_scale.scale if self.loss_scale else 1.0)
+        self.buffers.begin(first=leading and low == 0 < high)
         if self.shards is not None:
             self.shards.begin()
+            self.shards.casts.begin(step, self._sums.exact)
             self.shards.gather_rest(training=True)
-        self._doing("computing", step)
-        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / size
+        self.doing("computing", step)
+        scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(size, 1)
         clock = time.monotonic_ns
         passes = self._pipelined if self.pipeline is not None else self._in_turn
         loss, weight, start = passes(batches, count, step, scale, journal)
         self._collect_gradients(step)
         if not self.speaks:
             loss, weight = 0.0, 0.0
-        self._doing("all-reduce", step)
+        self.doing("all-reduce", step)
         reduced = self._sums.finish(loss, weight, flag, self.buffers.flat() if self.buffers.size else None)
-        self._doing("computing", step)
+        self.doing("computing", step)
         stamps = self._sums.stamps
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
+        if self.compression is not None and stamps:
+            for former, later in pairwise(stamps):
+                journal.add("compute", step, former.done, later.blocked)
+            journal.add("compute", step, stamps[-1].done, clock())
         for index, stamp in enumerate(stamps):
-            number = index_among(self.mesh.peers("data"), self.mesh.world, index)
+            number = index_among(self._summing, self.mesh.world, index)
             journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
         for part in (self.axis, self.shards):
             if part is not None:
@@ -280,7 +317,7 @@ class Replica:
     def _collect_gradients(self, step: int) -> None:
         """Gradients of shares, of tied parameters, and of those of which each worker has only its part."""
         if self.shards is not None:
-            self._doing("the reduce-scatter of gradients", step)
+            self.doing("the reduce-scatter of gradients", step)
             self.shards.finish()
         if self.axis is not None:
             layers.forget(self.model)
@@ -312,13 +349,15 @@ class Replica:
         self.groups.replica.all_reduce(square, "the all-reduce of the norm")
         return float(square.sqrt())
 
-    def update(self, step: int, size: int, sums: StepSums, total_steps: int | None) -> bool:
+    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
 
         Returns:
-            False if the step was left out: an overflow in fp16, or a global batch of no weight.
+            False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        self.buffers.apply(sums.extra, size)
+        size = sum(self.joint(sizes))
+        if size:
+            self.buffers.apply(sums.extra, size)
         if sums.weight == 0:
             return False
         gradients = self._sums.gradients()
@@ -336,6 +375,15 @@ class Replica:
         if self.ema is not None:
             self.ema.update()
         return True
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[None]:
+        """Within the block gradients are added up as they are."""
+        self._sums.exact = True
+        try:
+            yield
+        finally:
+            self._sums.exact = False
 
     def dry_step(self, batch: Batch, size: int) -> None:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""
@@ -434,12 +482,12 @@ class Replica:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block the model evaluates, with its moving-average weights if the job keeps any."""
+        """Within the block the model evaluates, with the weights that are to be judged (see `judged`)."""
         self.model.eval()
         for column in self.divided.columns:
             column.local = False
         try:
-            with self.averaged():
+            with self.judged():
                 yield
         finally:
             if self.pipeline is not None:
@@ -449,132 +497,39 @@ class Replica:
             for column in self.divided.columns:
                 column.local = self._local_logits
 
-    def averaged(self) -> AbstractContextManager[Any]:
-        """Within the block the model has its moving-average weights, if the job keeps any."""
-        return self.ema.swapped() if self.ema is not None else nullcontext()
+    def judged(self) -> AbstractContextManager[Any]:
+        """Within the block the model has its moving-average weights, if the job keeps any, or those that islands which
+        train alone have in common."""
+        return next((each.swapped() for each in (self.ema, self.common) if each is not None), nullcontext())
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this replica holds of `kind`: parameters, buffers, optimizer, ema or gradients, as boxes of global
-        tensors.
+        """What this replica holds of `kind`; see `State.pieces` and, for `exchange`, which no two replicas have alike,
+        `GradientCompression.pieces`."""
+        if kind == "exchange":
+            return self.compression.pieces() if self.compression is not None else iter(())
+        return self.state.pieces(kind)
 
-        Of what several workers of a data replica hold one is the owner; replicas share a save among them.
-        """
-        if kind == "buffers":
-            persistent = self.model.state_dict().keys()
-            for name, buffer in self.model.named_buffers():
-                if name in persistent and not buffer.is_meta:
-                    yield Piece.whole(kind, name, buffer, name in self.divided.buffers)
-            return
-        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
-        alone = self.mesh.place("shard") == 0
-        for held in self.divided.held:
-            if kind == "parameters":
-                yield from held.pieces(kind, held.name, held.values.detach(), held.primary)
-            elif kind == "ema" and held.name in averages:
-                yield from held.pieces(kind, held.name, averages[held.name], held.primary)
-            elif kind == "gradients" and held.values.grad is not None:
-                yield from held.pieces(kind, held.name, held.values.grad, held.primary)
-            elif kind == "optimizer":
-                for key, value in self.optimizer.state.get(held.values, {}).items():
-                    if not isinstance(value, Tensor):
-                        continue
-                    if key != "step" and value.shape == held.values.shape and (value.dim() or not held.shape):
-                        yield from held.pieces(kind, f"{held.name}/{key}", value, held.primary)
-                    else:
-                        # Of a tensor in several boxes too there is one such number.
-                        yield Piece.whole(
-                            kind, f"{held.name}/{key}", value, held.primary and alone and _first_share(held)
-                        )
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that this worker keeps between steps, by kind; see `State.held_bytes`."""
+        mine = self.state.held_bytes()
+        if self.compression is not None:
+            mine["compression"] = self.compression.held_bytes()
+        return mine
 
-    def pipeline_plan(self, size: int) -> dict[str, Any]:
+    def check_equal(self, step: int) -> None:
+        """Compares all replicas that add up their gradients; see `equality.check`."""
+        equality.check(self.names, self.parameters, self.groups.data, self._summing, step)
+
+    def pipeline_plan(self, sizes: Sequence[int]) -> dict[str, Any]:
         """What the journal has to know of the pipeline: its schedule, and how often it runs in a global batch."""
         return {
             "schedule": self.strategy.schedule,
             "ranks": self.mesh.pipeline,
             "chunks": self.strategy.stages_per_worker,
-            "micro_batches": len(self.plan(size)),
+            "micro_batches": len(self.plan(sizes)),
         }
-
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes of tensors that this worker keeps between steps, by kind, and under `whole` those of a single process.
-
-        Optimiser states count once there are any.
-        """
-        held = self.divided.held
-        states = {h.name: self.optimizer.state.get(h.values, {}).values() for h in held}
-        like = {h.name: sum(isinstance(v, Tensor) and v.shape == h.values.shape for v in states[h.name]) for h in held}
-        averages = dict(self.ema.named_tensors()) if self.ema is not None else {}
-        mine = {
-            "parameters": sum(h.values.nbytes for h in held),
-            "gradients": sum(h.values.nbytes for h in self.divided.trained),
-            "optimizer": sum(v.nbytes for values in states.values() for v in values if isinstance(v, Tensor)),
-            "ema": sum(v.nbytes for v in averages.values()),
-            "buffers": sum(b.nbytes for b in self.model.buffers() if not b.is_meta),
-        }
-        copies = max(like.values(), default=0) + 2 + bool(averages)
-        mine["whole"] = self.divided.whole_bytes * copies + mine["buffers"]
-        return mine
-
-    def all_names(self, kind: str) -> set[str]:
-        """The names of all parameters, or saved buffers, of the whole model."""
-        if kind == "parameters":
-            return {name for name, _ in self.model.named_parameters()}
-        persistent = self.model.state_dict().keys()
-        return {name for name, _ in self.model.named_buffers() if name in persistent}
-
-    def load_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Restores the optimiser's state from tensors named `PARAMETER/KEY`."""
-        known = {held.name: held for held in self.divided.trained}
-        for full in checkpoint.names("optimizer"):
-            name, _, key = full.rpartition("/")
-            if (held := known.get(name)) is None:
-                continue
-            if key != "step" and checkpoint.shape("optimizer", full) == held.shape:
-                values = torch.empty_like(held.values)
-                for box, place in held.spans():
-                    part = values[place] if held.shape else values
-                    part.copy_(checkpoint.read("optimizer", full, box.offset, box.length))
-            else:
-                # Step counters stay where the optimiser keeps them; moments lie beside their parameter.
-                values = checkpoint.read("optimizer", full)
-                values = values if values.dim() == 0 else values.to(held.values.device)
-            self.optimizer.state[held.values][key] = values
-
-    def checksums(self) -> Tensor:
-        """One number per parameter: the sum of its bits, exact and independent of order; shape [P], int64."""
-        return torch.stack([_bit_sum(parameter.detach()) for parameter in self.parameters])
-
-    def check_equal(self, step: int) -> None:
-        """Compares the checksums of all replicas.
-
-        Raises:
-            RunFailed: naming the first tensor that differs, and the workers that differ from the majority.
-        """
-        group = self.groups.data
-        if group.world == 1:
-            return
-        gathered = torch.stack(group.all_gather(self.checksums(), "the comparison of the replicas"))
-        different = (gathered != gathered[0]).any(dim=0)
-        if not bool(different.any()):
-            return
-        index = int(different.nonzero()[0])
-        values = gathered[:, index].tolist()
-        usual = max(set(values), key=values.count)
-        peers = self.mesh.peers("data")
-        odd = [peers[place] for place, value in enumerate(values) if value != usual]
-        workers = f"worker{'s' if len(odd) != 1 else ''} {', '.join(map(str, odd))}"
-        fix = (
-            "`model()` must give the same values in every process: it is called with torch, numpy and random seeded"
-            if step == 0
-            else "Replicas stay equal unless the model draws or keeps something of its own per process"
-        )
-        raise RunFailed(
-            f"the replicas differ before step {step}: `{self.names[index]}` on {workers}",
-            where="train",
-            fix=fix,
-        )
 
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:
@@ -607,10 +562,6 @@ def _first(task: Task, name: str, values: Tensor) -> Tensor:
     return task.saved.read(name).to(values.dtype)
 
 
-def _first_share(held: Held) -> bool:
-    return held.tensor_cut is None or held.tensor_cut.worker == 0
-
-
 def call(model: Callable[..., Any], inputs: Any) -> Any:
     """Calls the model with a tensor, a tuple or list of arguments, or a dict of named ones."""
     if isinstance(inputs, dict):
@@ -625,10 +576,3 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().view(-1)
-    if flat.numel() * flat.element_size() % 4 == 0:
-        return flat.view(torch.int32).sum(dtype=torch.int64).to(tensor.device)
-    return flat.view(torch.uint8).sum(dtype=torch.int64)

@@ -10,9 +10,11 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     receives     flat rows [step, stage, micro-batch, blocked, done]: a stage had nothing else to do until the
                  message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
-    links        bytes sent and received per peer so far, counted by the kernel
+    links        bytes sent and received per peer so far, counted by the kernel; and `shared`, bytes that the process
+                 has handed over to collectives through shared memory, which are no network's
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
+    compression  what gradients travelled as, and what came of it: `observe.compression` reads it
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verbund.observe.compression import measure as measure_compression
 from verbund.observe.directions import best, larger_is_better
 from verbund.observe.energy import NOT_MEASURED
 from verbund.observe.journal import Floats, ProcessJournal, read
@@ -55,7 +56,7 @@ def summarise(
     0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
     that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
     says, and None where there was none. `memory_promise` says per worker which bytes of the model's state it held, and
-    their share of what one process alone would hold.
+    their share of what one process alone would hold. `compression` is as `compression.measure` says.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -83,6 +84,7 @@ def summarise(
         "bytes": _bytes(journals),
         "samples_per_second": speed,
         "pipeline": pipeline,
+        "compression": measure_compression(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
@@ -116,14 +118,28 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
         if not rows:
             continue
-        mine = np.concatenate(rows)
-        _, first = np.unique(mine[:, 0], return_index=True)
-        mine = mine[first]
+        mine = _added(np.concatenate(rows))
         mine = mine[mine[:, 0] < limit]
         if len(mine):
             limit = float(mine[0, 0])
             parts.append(mine)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def _added(rows: Floats) -> Floats:
+    """Islands that train alone record their own samples' loss: the steps of all of them, each once, in order."""
+    steps, number = np.unique(rows[:, 0], return_inverse=True)
+    if len(steps) == len(rows):
+        return rows[np.argsort(rows[:, 0])]
+    added = np.zeros((len(steps), rows.shape[1]))
+    added[:, 0] = steps
+    np.add.at(added[:, 1], number, rows[:, 1] * rows[:, 2])
+    np.add.at(added[:, 2], number, rows[:, 2])
+    np.add.at(added[:, 3], number, rows[:, 3])
+    np.maximum.at(added[:, 4], number, rows[:, 4])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        added[:, 1] /= added[:, 2]
+    return added
 
 
 def validations(journals: Sequence[ProcessJournal]) -> list[tuple[int, dict[str, Any], float]]:
@@ -225,6 +241,7 @@ def _bytes(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     return {
         "sent": sum(p["sent"] for p in per_process.values()) if measured else None,
         "received": sum(p["received"] for p in per_process.values()) if measured else None,
+        "shared": sum(j.shared_bytes or 0 for j in journals) if measured else None,
         "how": _HOW if measured else "not measured",
         "per_process": per_process,
     }

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
-from verbund.cluster.local import LocalCluster
-from verbund.cluster.process import Process
+from verbund.cluster.process import Cluster, Process
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
@@ -24,10 +23,11 @@ from verbund.stage import continuing
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.processes import with_trace, workers
+from verbund.stage.stopping import Promises
 
 
 def attempt(
-    cluster: LocalCluster,
+    cluster: Cluster,
     run: Run,
     job: Job,
     prepared: Prepared,
@@ -37,6 +37,7 @@ def attempt(
     interrupts: Interrupts,
     warnings: list[str] | None = None,
 ) -> Run:
+    cluster.check_shared([run.path])
     generation = run.begin_attempt()
     keep_schema(run, job, prepared)
     journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
@@ -65,6 +66,10 @@ def attempt(
         elif message.kind == "saved":
             if warning := commits.saved(fields):
                 progress.message(warning)
+        elif message.kind == "wish":
+            promises.wish(fields["reason"])
+        elif message.kind == "promise":
+            promises.promise(process.spec.rank, fields["step"])
         elif message.kind == "note":
             journal.event("note", text=fields["text"])
             progress.message(fields["text"])
@@ -81,6 +86,7 @@ def attempt(
         data=continuing.data_of(prepared),
     )
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
+    promises = Promises(job.world, supervisor.tell_all)
     start = time.monotonic()
     status = "done"
     cause: VerbundError | None = None

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
+from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
-from verbund.cluster.process import ProcessSpec
+from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
@@ -47,15 +48,28 @@ class Facts:
 
 
 @contextmanager
-def cluster_of(job: Job) -> Iterator[LocalCluster]:
+def cluster_of(job: Job) -> Iterator[Cluster]:
     # What torch's compiler compiles is kept with the converted data, for the next run, and not in the folder for
     # temporary files.
-    compiled = (Path(job.folder) / cache_of(job.data) / "compiled").resolve()
-    cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
+    cache = (Path(job.folder) / cache_of(job.data)).resolve()
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled")}
+    cluster: Cluster
+    if job.cluster.kind == "hosts":
+        cluster = HostsCluster(job, _made(cache), [Path(job.folder)], _heavy(job), environment)
+    else:
+        cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), environment)
     try:
         yield cluster
     finally:
         cluster.close()
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot be made: {error.strerror}", where=str(folder), fix="Give `data.cache`") from None
+    return folder
 
 
 def _heavy(job: Job) -> tuple[str, ...]:
@@ -146,7 +160,7 @@ def settings_of(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
     return {"job": job.resolved(), "folder": job.folder, "prepared": prepared.record(), **more}
 
 
-def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
+def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
     """One micro-batch forward and backward, in a process of its own, before any worker starts."""
     spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings_of(job, prepared))
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
@@ -161,30 +175,29 @@ def dry_run(cluster: LocalCluster, job: Job, prepared: Prepared) -> Facts:
     if result["problems"]:
         raise JobError([Problem(p["where"], p["what"], p["fix"]) for p in result["problems"]])
     facts = Facts(**result["facts"])
-    available = _available_bytes()
-    need = facts.worker_bytes * job.world
-    divided = job.world > job.strategy.mesh.get("data", 1)
-    if available is not None and need > available:
+    _check_memory(cluster, job, facts)
+    return facts
+
+
+def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:
+    """Raises InputError if a host has not the memory for its workers."""
+    places = cluster.placed(job.world)
+    divided = job.world > job.strategy.islands * job.strategy.mesh.get("data", 1)
+    for number, (host, available) in enumerate(cluster.free_memory().items()):
+        workers = places.count(number)
+        need = facts.worker_bytes * workers
+        if available is None or need <= available:
+            continue
         fit = max(available // max(facts.worker_bytes, 1), 0)
-        fixes = [f"use at most {fit} workers"] if fit and not divided else []
-        fixes += [f"use the mesh {name}" for name, size in facts.other_meshes.items() if size * job.world <= available]
+        fixes = [f"use at most {fit} workers{' there' if host else ''}"] if fit and not divided else []
+        others = facts.other_meshes.items()
+        fixes += [f"use the mesh {name}" for name, size in others if size * workers <= available]
         raise InputError(
-            f"{job.world} worker{'s' if job.world > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
-            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free",
+            f"{workers} worker{'s' if workers > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
+            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free"
+            + (f" on host {host}" if host else ""),
             where="strategy.mesh",
             fix=", or ".join(
                 [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
             ),
         )
-    return facts
-
-
-def _available_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None

@@ -146,11 +146,13 @@ def work(worker: object) -> dict[str, float]:
 
     from verbund.cluster.worker import Worker
     from verbund.comm.collectives import Group
+    from verbund.comm.store import Store
 
     assert isinstance(worker, Worker)
     worker.supervise()
     spec = worker.spec
-    group = Group(worker.meeting.store(worker.settings["store"]), spec.rank, spec.world, torch.device("cpu"), 30.0)
+    store = Store(worker.ask, "the check", 30.0)
+    group = Group(store, spec.rank, spec.world, torch.device("cpu"), 30.0, worker.address)
     numbers = torch.full((1 << 18,), float(spec.rank + 1))
     group.all_reduce(numbers, "the check")
     result = float(numbers[0])

@@ -58,7 +58,7 @@ class DryRun:
         self._train_set, self._order = train_set, order
         alone = job.model_copy(update={"strategy": Strategy()})
         self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.world)))
-        batch_workers = Mesh.of(job.strategy.mesh, 0).batch_workers
+        batch_workers = Mesh.of(job.strategy, 0).batch_workers
         self.division = Division(batch_workers, self.replica.division.unit, job.train.micro_batch)
         """How the mesh of the job divides a global batch."""
         self._layers = Layers(self.replica.model)
@@ -92,7 +92,7 @@ class DryRun:
 
     def _compared(self) -> bool:
         """Whether the mesh cuts the model so that it has to be compared with the whole."""
-        mesh = Mesh.of(self._job.strategy.mesh, 0)
+        mesh = Mesh.of(self._job.strategy, 0)
         return mesh.tensor * mesh.pipeline > 1 and self._job.train.randomness == "sample"
 
     def _probe(self) -> Probe:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.job import Job
+from verbund.job import AXES, Job
 from verbund.mesh import divide, initial
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
@@ -83,7 +83,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     Raises:
         InputError: naming the module that cannot be cut so, and what would work.
     """
-    mesh = Mesh.of(job.strategy.mesh, 0)
+    mesh = Mesh.of(job.strategy, 0)
     if not mesh.divides_model:
         return Fit(need.of(mesh, 1.0), None, _others(mesh, need), [])
     model = replica.model
@@ -190,10 +190,10 @@ def _stages_note(layers: Layers, starts: Sequence[int], costs: list[float], mesh
 
 
 def _others(mesh: Mesh, need: Need) -> dict[str, int]:
-    world = mesh.world
+    world = mesh.size(*AXES)
     found = {}
-    for axis in ("shard", "tensor", "pipeline"):
-        other = Mesh.of({axis: world}, 0)
+    for axis in AXES[1:]:
+        other = Mesh(**{axis: world}, islands=mesh.islands)
         if world > 1 and other != mesh:
             found[f"{axis}={world}"] = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
     return found
@@ -212,5 +212,7 @@ def need_of(replica: Replica, peak: int, workers: int) -> Need:
     averages = [v for _, v in replica.ema.named_tensors()] if replica.ema is not None else []
     saved = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *states, *averages])
     gradients = sum(p.nbytes for p in replica.parameters)
-    # Besides: the copy that a checkpoint is written from, and the buckets of the all-reduce.
-    return Need(2 * saved + gradients * (2 if workers > 1 else 1), max(peak - saved - gradients, 0))
+    # Besides: the copy that a checkpoint is written from, the buckets of the all-reduce, and of a compression what was
+    # not sent yet, its copy, and messages.
+    copies = 1 + (workers > 1) + (3 if workers > 1 and replica.strategy.compression.name != "none" else 0)
+    return Need(2 * saved + gradients * copies, max(peak - saved - gradients, 0))

@@ -10,6 +10,7 @@ import torch
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
+from verbund.comm.store import Store
 from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
 from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
@@ -77,8 +78,8 @@ class Island:
         settings = worker.settings
         job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
         world, rank = worker.spec.world, worker.spec.rank
-        place = device.choose(rank, world)
-        threads = device.use_threads(job.cluster.threads, world)
+        place = device.choose(worker.spec.place, worker.spec.neighbours)
+        threads = device.use_threads(job.cluster.threads, worker.spec.neighbours)
         task = tasks.load(job)
         prepared = Prepared.from_record(settings["prepared"])
         train_set, validation_set = open_sets(prepared, job, task)
@@ -87,7 +88,10 @@ class Island:
             loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
         worker.doing("meeting the other workers", 0)
-        store = worker.meeting.store(settings["store"])
-        group = Group(store, rank, world, place, job.cluster.step_deadline + 60.0)
-        mesh = Mesh.of(job.strategy.mesh, rank)
-        return Island(job, task, mesh, Groups.of(mesh, group), train_set, validation_set, loaders, threads)
+        timeout = job.cluster.step_deadline + 60.0
+        group = Group(Store(worker.ask, "island", timeout), rank, world, place, timeout, worker.address)
+        mesh = Mesh.of(job.strategy, rank)
+        groups = Groups.of(mesh, group, synchronous=not job.strategy.exchange.local)
+        for note in groups.notes():
+            worker.send("note", text=note)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import checkpoint, task
-from verbund.cluster.local import LocalCluster
+from verbund.cluster.process import Cluster
 from verbund.data import schema
 from verbund.data.prepare import Evaluated, Prepared, names_of
 from verbund.errors import ClusterLost, InputError
@@ -272,6 +272,6 @@ def _typed(source: str) -> str:
 
 
 def _evaluate(
-    cluster: LocalCluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
+    cluster: Cluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
     return supervised(cluster, job, workers(job, entry, before.settings_of(job, prepared, **settings)))

@@ -15,7 +15,7 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, nearest
-from verbund.job import Job
+from verbund.job import CASTS, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
 from verbund.observe.memory import peak_bytes
@@ -53,7 +53,7 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     notes: list[str] = []
-    deferred = Mesh.of(job.strategy.mesh, 0).divides_model and can_be_deferred(task, job.seed, notes)
+    deferred = Mesh.of(job.strategy, 0).divides_model and can_be_deferred(task, job.seed, notes)
     before = peak_bytes()
     dry = DryRun(job, task, prepared, train_set, order, total)
     replica = dry.replica
@@ -123,6 +123,14 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         given = [key for key in keys if key in set_ and getattr(job.strategy, key) != default[key]]
         if given and job.strategy.mesh.get(axis, 1) == 1:
             notes.append(f"`strategy.{given[0]}` has no effect without the axis `{axis}`")
+    method = job.strategy.compression.name
+    if method != "none":
+        exchanged = ["data", "shard"] if method in CASTS else ["data"]
+        joint = job.strategy.islands if not job.strategy.exchange.local else 1
+        if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
+            notes.append("`strategy.compression` has no effect without the axis `data`")
+        else:
+            notes.append(f"Gradients travel as `{method}`, which is inexact: results are not those of a single process")
     cores = device.cores()
     if job.world > cores and not torch.cuda.is_available():
         notes.append(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbund.cluster.local import LocalCluster
-from verbund.cluster.process import ProcessSpec
+from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.errors import Interrupted, VerbundError
 from verbund.interrupts import Interrupt
 from verbund.job import Job
 
 
-def supervised(cluster: LocalCluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
+def supervised(cluster: Cluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
     """The results of processes that are watched until they end."""
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:

@@ -9,6 +9,8 @@ import torch
 
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import CheckpointError
+from verbund.exchange.local_steps import LocalSteps
+from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
@@ -31,7 +33,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
             held = list(replica.pieces(kind))
-            same_names(kind, replica.all_names(kind), set(checkpoint.names(kind)), path)
+            same_names(kind, replica.state.all_names(kind), set(checkpoint.names(kind)), path)
             for piece in held:
                 name = piece.name
                 source = "ema" if kind == "parameters" and name in averaged else kind
@@ -46,7 +48,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     state = checkpoint.state
     if weights_only:
         return state
-    replica.load_optimizer(checkpoint)
+    replica.state.load_optimizer(checkpoint)
     if replica.ema is not None:
         saved = set(checkpoint.names("ema"))
         with torch.no_grad():
@@ -56,6 +58,21 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     if replica.loss_scale is not None and state.get("loss_scale"):
         replica.loss_scale.load(state["loss_scale"])
     return state
+
+
+def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) -> list[str]:
+    """Gives an exchange, and the compression of gradients, what the checkpoint has of their state, after `restore`.
+
+    Returns:
+        what does not go on as if there had been no break, in sentences.
+    """
+    checkpoint = Checkpoint.open(path, verify=False)
+    note = compression.load(checkpoint, replica.compression)
+    notes = [note] if note else []
+    if exchange is not None:
+        return notes + exchange.load(checkpoint, checkpoint.step)
+    record = checkpoint.state.get("exchange")
+    return notes + ([f"The state of the exchange `{record['name']}` was dropped"] if record else [])
 
 
 def same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:

@@ -13,6 +13,7 @@ from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import RunFailed
+from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 
@@ -28,12 +29,16 @@ class Saver:
         run: where the checkpoints lie.
         replica: what is saved.
         deadline: seconds that writing one part may take.
+        exchange: between islands that train alone.
     """
 
-    def __init__(self, worker: Worker, run: Run, replica: Replica, deadline: float) -> None:
+    def __init__(
+        self, worker: Worker, run: Run, replica: Replica, deadline: float, exchange: LocalSteps | None = None
+    ) -> None:
         self._worker = worker
         self._run = run
         self._replica = replica
+        self._exchange = exchange
         self._deadline = deadline
         self._snapshot = Snapshot()
         self._writing: threading.Thread | None = None
@@ -42,8 +47,7 @@ class Saver:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
-        mesh = self._replica.mesh
-        pieces = self._snapshot.take(shared(list(self._pieces()), mesh.place("data"), mesh.data))
+        pieces = self._copied()
         self.last = step
         self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -64,9 +68,20 @@ class Saver:
                 )
             self._writing = None
 
-    def _pieces(self) -> Any:
-        for kind in KINDS:
-            yield from self._replica.pieces(kind)
+    def _copied(self) -> list[Piece]:
+        """A copy of what this worker saves; the rest is only noted."""
+        replica, mesh = self._replica, self._replica.mesh
+        own = list(replica.pieces("exchange"))
+        if self._exchange is None:
+            pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
+            return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data) + own)
+        self._exchange.drain()
+        with self._exchange.swapped():
+            pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
+            if mesh.island:  # the first one speaks for all
+                pieces = [replace(piece, owner=False) for piece in pieces]
+            pieces += self._exchange.pieces()
+            return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
     def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
         rank = self._replica.mesh.rank

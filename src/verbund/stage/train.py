@@ -12,9 +12,10 @@ import numpy as np
 
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
-from verbund.data.order import Order
 from verbund.errors import InputError, RunFailed
+from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh import probe
+from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
 from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
@@ -22,8 +23,10 @@ from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation, example_of
-from verbund.stage.restore import restore
+from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
+from verbund.stage.stopping import Agreement
+from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
@@ -41,23 +44,33 @@ def work(worker: Worker) -> dict[str, Any]:
     job = island.job
     journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
     links = Links()
-    worker.at_end.append(lambda: _close(journal, links))
+    worker.at_end.append(lambda: _close(journal, links, island))
     replica = island.replica(worker)
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
     state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
+    exchange = None
+    if job.strategy.exchange.local:
+        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal)
+    dropped = restore_exchange(Path(source), replica, exchange) if source else []
+    if island.mesh.rank == 0:
+        for text in dropped:
+            worker.send("note", text=text)
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if (compression := replica.compression) is not None:
+        worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:
-        journal.event("pipeline", **replica.pipeline_plan(job.train.global_batch))
-    training = _Training(worker, run, island, replica, journal, links, state)
+        journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
+    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)
     replica.check_equal(training.step)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
 
 
-def _close(journal: Journal, links: Links) -> None:
-    journal.totals("links", links=links.sample())
+def _close(journal: Journal, links: Links, island: Island) -> None:
+    journal.totals("links", links=links.sample(), shared=island.groups.island.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
     journal.close()
 
@@ -71,6 +84,8 @@ class _Training:
         run: Run,
         island: Island,
         replica: Replica,
+        tickets: Tickets,
+        exchange: LocalSteps | None,
         journal: Journal,
         links: Links,
         state: dict[str, Any],
@@ -84,10 +99,9 @@ class _Training:
             links,
         )
         self.job, self.rank = job, island.mesh.rank
-        self.order = Order(
-            len(island.train_set), job.train.global_batch, job.seed, island.train_set.block, job.data.window
-        )
-        self.saver = Saver(worker, run, replica, job.cluster.step_deadline)
+        self.tickets, self.exchange = tickets, exchange
+        self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
+        self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
         self._first_step = self.step
@@ -106,7 +120,7 @@ class _Training:
     def run_to_end(self) -> dict[str, Any]:
         """Trains until one of the job's ends is reached or a stop is asked for."""
         train, rank = self.job.train, self.rank
-        reason = self._end_reached()
+        reason = self._end_reached() or self._stopped(0.0)
         if reason is not None and rank == 0:
             text = (
                 f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
@@ -124,24 +138,25 @@ class _Training:
         try:
             while reason is None:
                 step = self.step
-                size = self.order.size(step)
-                count = len(self.replica.plan(size))
-                flag = _INTERRUPT if self.worker.stopping else _TIME if rank == 0 and self._out_of_time() else 0.0
-                sums = self.replica.gradients(batches, count, step, size, flag, self.journal)
+                sizes = self.tickets.sizes(step)
+                count = len(self.replica.plan(sizes))
+                sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
-                self.replica.update(step, size, sums, self.total_steps)
+                self.replica.update(step, sizes, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
                     raise self._diverged(step)
                 self.step += 1
-                self.samples += size
+                self.samples += sum(sizes)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
                     self._collective(_COMPARISON, compared, time.monotonic_ns())
                 self.journal.add("compute", step, began, time.monotonic_ns())
-                self._record(step, sums.weight, size)
-                reason = "interrupt" if sums.flags >= _INTERRUPT else "seconds" if sums.flags >= _TIME else None
+                self._record(step, sums.weight, sum(self.replica.joint(sizes)))
+                reason = self._stopped(sums.flags)
+                if self.exchange is not None:
+                    self._combine(self.exchange, sums, reason or self._end_reached())
                 reason = self._after_step(reason) or self._end_reached()
         finally:
             loader.close()
@@ -167,9 +182,8 @@ class _Training:
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
-            size = self.order.size(step)
-            if passes := self.replica.plan(size):
-                ids = self.island.train_set.ids(self.order.positions(step))
+            if passes := self.replica.plan(self.tickets.sizes(step)):
+                ids = self.island.train_set.ids(self.tickets.positions(step))
                 for low, high, phantom in passes:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
             step += 1
@@ -190,9 +204,33 @@ class _Training:
         train = self.job.train
         if train.steps is not None and self.step >= train.steps:
             return "steps"
-        if train.epochs is not None and self.step >= train.epochs * self.order.tickets_per_epoch:
+        if train.epochs is not None and self.step >= train.epochs * self.tickets.tickets_per_epoch:
             return "epochs"
         return None
+
+    def _flag(self) -> float:
+        """This worker's reason to stop after the step, which travels with the gradients."""
+        if self._agreement is not None:
+            return 0.0
+        return _INTERRUPT if self.worker.stopping else _TIME if self.rank == 0 and self._out_of_time() else 0.0
+
+    def _stopped(self, flags: float) -> str | None:
+        """Why all workers stop now, if they do.
+
+        Args:
+            flags: the sum of their flags.
+        """
+        if self._agreement is None:
+            return "interrupt" if flags >= _INTERRUPT else "seconds" if flags >= _TIME else None
+        if self.rank == 0 and self._out_of_time():
+            self._agreement.wish("seconds")
+        return self._agreement.ends(self.step)
+
+    def _combine(self, exchange: LocalSteps, sums: StepSums, ends: str | None) -> None:
+        """What is due between the islands after a step; where training ends here, all that is left."""
+        exchange.after(self.step, sums.loss, sums.weight)
+        if ends is not None and ends != "interrupt":
+            exchange.finish(self.step)
 
     def _elapsed(self) -> float:
         return self.former_seconds + time.monotonic() - self.begun
@@ -204,21 +242,21 @@ class _Training:
 
     def _record(self, step: int, weight: float, size: int) -> None:
         now = time.monotonic()
-        if self.rank == 0:
+        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
             rate = float(self.replica.optimizer.param_groups[0]["lr"])
             self.journal.step(step, self.loss, weight, size, rate)
-            if now - self._reported >= _PROGRESS_SECONDS:
-                speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
-                self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
-                self._reported, self._reported_samples = now, self.samples
+        if self.rank == 0 and now - self._reported >= _PROGRESS_SECONDS:
+            speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
+            self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+            self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            self.journal.totals("links", links=self.links.sample())
+            self.journal.totals("links", links=self.links.sample(), shared=self.island.groups.island.shared_bytes)
             self.journal.totals("memory", peak=peak_bytes())
             self.journal.flush()
 
     def _due(self, every: int | str) -> bool:
         if every == "epoch":
-            return self.step % self.order.tickets_per_epoch == 0
+            return self.step % self.tickets.tickets_per_epoch == 0
         return every != "end" and self.step % int(every) == 0
 
     def _after_step(self, reason: str | None) -> str | None:
@@ -290,6 +328,7 @@ class _Training:
                 "patient": self._patient,
                 "validations_without_gain": self.stale,
                 "seconds": self._elapsed(),
+                "exchange": self.exchange.record() if self.exchange is not None else None,
                 "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             },
         )

@@ -17,11 +17,11 @@ from verbund.checkpoint.read import Checkpoint
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Item, Loader
-from verbund.data.order import Order
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.stage.island import Island, augmentation
 from verbund.stage.saving import shared
+from verbund.stage.tickets import Tickets
 
 # A tensor whose gradient is (nearly) zero by nature, as a key's bias, is held to the size of the others.
 _FLOOR = 1e-3
@@ -39,13 +39,13 @@ def work(worker: Worker) -> dict[str, Any]:
     journal = Journal(folder / "journal", "worker", island.mesh.rank, worker.spec.generation)
     worker.at_end.append(journal.close)
     replica = island.replica(worker)
-    order = Order(len(island.train_set), job.train.global_batch, job.seed, island.train_set.block, job.data.window)
+    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     steps = int(worker.settings["steps"])
 
     def items() -> Any:
         for step in range(steps):
-            ids = island.train_set.ids(order.positions(step))
-            for low, high, phantom in replica.plan(order.size(step)):
+            ids = island.train_set.ids(tickets.positions(step))
+            for low, high, phantom in replica.plan(tickets.sizes(step)):
                 yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
 
     loader = Loader(island.train_set, items(), transform=augmentation(job, island.task))
@@ -54,12 +54,12 @@ def work(worker: Worker) -> dict[str, Any]:
     records = [_write(folder, 0, replica, ("parameters", "buffers"))]
     try:
         for step in range(steps):
-            size = order.size(step)
-            sums = replica.gradients(batches, len(replica.plan(size)), step, size, 0.0, journal)
+            sizes = tickets.sizes(step)
+            sums = replica.gradients(batches, len(replica.plan(sizes)), step, sizes, 0.0, journal)
             losses.append(sums.loss / sums.weight if sums.weight else math.nan)
-            scale = size / sums.weight if sums.weight else 0.0
+            scale = sum(sizes) / sums.weight if sums.weight else 0.0
             gradients = [_scaled(piece, scale) for piece in replica.pieces("gradients")]
-            replica.update(step, size, sums, steps)
+            replica.update(step, sizes, sums, steps)
             kinds = ("parameters", "buffers")
             records.append(_write(folder, step + 1, replica, kinds, gradients))
     finally:
@@ -82,7 +82,7 @@ def _write(
 ) -> dict[str, Any]:
     pieces = [piece for kind in kinds for piece in replica.pieces(kind)] + (more or [])
     mesh = replica.mesh
-    mine = shared(pieces, mesh.place("data"), mesh.data)
+    mine = shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data)
     return write_part(checkpoint.partial_folder(folder, step), mesh.rank, mine)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import PeerLost
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring.meeting import Store, connect
 from verbund.comm.ring.peer import Key, Peer, Sending
 from verbund.comm.wire import Credentials, Message, Payload, Place, WireError

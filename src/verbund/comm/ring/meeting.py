@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from typing import Protocol
 
-from verbund.comm.collectives import PeerLost
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.wire import Connection, Credentials, Deadline, WireError, dial, listen
 
 _HELLO = "member"

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from verbund.comm.collectives import PeerLost
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.wire import Connection, Message, Payload, WireError
 
 Key = tuple[str, int, int]

@@ -16,7 +16,7 @@ import xxhash
 from verbund.comm.wire import frames
 from verbund.comm.wire.failure import Closed, Deadline, WireError
 from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT, MAGIC, PREFIX, Array, Described, Message, Payload, Place
-from verbund.comm.wire.stream import Plain, Stream, polled, receive_some, send_all
+from verbund.comm.wire.stream import Plain, Stream, limit_silence, polled, receive_some, send_all
 
 STALL_SECONDS = 60.0
 _BLOCK = 1 << 20  # bytes received between two looks at the sum: they are still in the cache
@@ -171,6 +171,10 @@ class Connection:
             Closed: if this side has closed the connection.
         """
         return self._stream.pending() or polled(self._stream.sock, select.POLLIN, timeout)
+
+    def break_after(self, seconds: float) -> None:
+        """From now on the connection breaks when the peer's host has not answered for so long (TCP; Linux)."""
+        limit_silence(self._stream.sock, seconds)
 
     def close(self) -> None:
         """Gives up this process's end; the connection ends when all processes that have it did."""

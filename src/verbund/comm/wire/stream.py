@@ -127,3 +127,13 @@ def prepare(sock: socket.socket) -> None:
         for name, value in _KEEPALIVE:
             if hasattr(socket, name):  # Linux
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def limit_silence(sock: socket.socket, seconds: float) -> None:
+    """Breaks a TCP connection whose peer's host acknowledges nothing, neither data nor probes, for so long."""
+    if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    pause = max(1, int(seconds / 6))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * seconds)))

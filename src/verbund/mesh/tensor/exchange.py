@@ -102,10 +102,10 @@ class Axis:
         if x.is_meta:
             return x.narrow(dim, 0, length)
         sent = x.movedim(dim, 0).contiguous()
-        received = torch.empty_like(sent)
+        share = sent.new_empty((length, *sent.shape[1:]))
         with self.traffic.timed():
-            self.group.finish(self.group.start_all_to_all(received, sent), "a reduce-scatter of the axis `tensor`")
-        return received.view(self.workers, length, *sent.shape[1:]).sum(0).movedim(0, dim).contiguous()
+            self.group.finish(self.group.start_reduce_scatter(share, sent), "a reduce-scatter of the axis `tensor`")
+        return share.movedim(0, dim).contiguous()
 
 
 class _Enter(torch.autograd.Function):

@@ -1,0 +1,133 @@
+"""What a warm server does: forks workers on request, and tells who has ended."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from verbund.cluster import host, worker
+from verbund.cluster.last_words import LastWords
+from verbund.cluster.process import ProcessSpec
+from verbund.comm.parent import adopt_orphans, die_with_parent
+from verbund.comm.parent import children as living
+from verbund.comm.rendezvous import Meeting, dial
+from verbund.comm.wire import Connection, WireError
+
+_ORPHAN_SECONDS = 0.3
+_END_SECONDS = 5.0
+
+
+def serve(asked: dict[str, Any]) -> None:
+    """The life of a warm server.
+
+    Args:
+        asked: `meeting`, `number`, `orphan_grace`, `preload`; over several hosts also `address`, its own, and `folder`,
+            where the command runs.
+    """
+    meeting = Meeting.of(asked["meeting"])
+    os.dup2(2, 1)  # standard output belongs to the command alone
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    adopt_orphans()
+    try:
+        connection = dial(meeting, "warm", asked["number"])
+    except (OSError, WireError) as error:
+        meeting.remove()  # the supervisor was killed before this process could start
+        sys.exit(f"the supervisor cannot be reached: {error}" if meeting.folder is None else 1)
+    children: dict[int, LastWords] = {}
+    try:
+        if "address" in asked:
+            connection.send("facts", host.facts(asked["address"], asked["folder"]))
+        for module in asked["preload"]:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+        _serve(connection, meeting, wake_read, children)
+    except WireError:
+        _end(children, float(asked["orphan_grace"]))
+    meeting.remove()
+
+
+def _serve(connection: Connection, meeting: Meeting, wake: int, children: dict[int, LastWords]) -> None:
+    """Forks on request and reports who ended, until the supervisor is gone."""
+    while True:
+        readable, _, _ = select.select([connection.fileno(), wake], [], [])
+        if wake in readable:
+            os.read(wake, 4096)
+            for ended in _reaped(children):
+                connection.send("exit", ended)
+        while connection.ready():
+            message = connection.receive()
+            if message.kind == "leave":
+                _end(children, 0.0)
+                return
+            if message.kind == "kill" and message.fields["pid"] in children:
+                os.kill(message.fields["pid"], signal.SIGKILL)
+            elif message.kind == "shared":
+                connection.send("seen", {"missing": host.unseen(message.fields["marks"])})
+            elif message.kind == "fork":
+                _fork(connection, meeting, ProcessSpec(**message.fields), children)
+
+
+def _fork(connection: Connection, meeting: Meeting, spec: ProcessSpec, children: dict[int, LastWords]) -> None:
+    server = os.getpid()
+    last_words = LastWords()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(server)
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        connection.close()
+        worker.run(meeting, spec, last_words)
+    children[pid] = last_words
+    connection.send("forked", {"pid": pid, "role": spec.role, "rank": spec.rank})
+
+
+def _reaped(children: dict[int, LastWords]) -> list[dict[str, Any]]:
+    """Who of the children has ended, and how; adopted ones are only laid to rest."""
+    ended: list[dict[str, Any]] = []
+    while True:
+        try:
+            pid, raw = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        if (last_words := children.pop(pid, None)) is not None:
+            doing, step = last_words.read()
+            last_words.close()
+            ended.append({"pid": pid, "status": os.waitstatus_to_exitcode(raw), "doing": doing, "step": step})
+
+
+def _end(children: dict[int, LastWords], grace: float) -> None:
+    """Waits for the children to end by themselves, then kills them, and then whatever they left behind."""
+    deadline = time.monotonic() + grace
+    while children and time.monotonic() < deadline:
+        _reaped(children)
+        time.sleep(0.05)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)  # a zombie at most: nobody else takes the children's pids
+    # Helpers that clean up after their parent (multiprocessing's) get a moment for it.
+    killing = time.monotonic() + _ORPHAN_SECONDS
+    deadline = killing + _END_SECONDS
+    while (left := living()) and time.monotonic() < deadline:
+        _reaped(children)
+        if time.monotonic() > killing:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        time.sleep(0.005)

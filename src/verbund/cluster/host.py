@@ -1,0 +1,127 @@
+"""What a host tells of itself before anything starts on it, and what must be the same on all hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verbund.errors import InputError
+
+_PACKAGES = ("torch", "numpy")
+_MARK = ".verbund-shared-"
+
+
+def versions() -> dict[str, str]:
+    """Of what computes. The package itself is known by its source, since one version number may stand for several."""
+    found = {"verbund": _source(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def facts(address: str, folder: str) -> dict[str, Any]:
+    """What this host is like; `problem` is why it cannot take part.
+
+    Args:
+        address: the host's own, as the job has it.
+        folder: where the command runs; this process goes there, so that relative paths mean the same.
+    """
+    problem = None
+    if not is_own(address):
+        problem = f"{address} is no address of this host"
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        problem = problem or f"does not see the folder {folder} ({error.strerror}), where the command runs"
+    return {"versions": versions(), "free": free_memory(), "problem": problem}
+
+
+def check(name: str, told: Mapping[str, Any]) -> None:
+    """Compares what a host told with this one.
+
+    Raises:
+        InputError: if it cannot take part.
+    """
+    if told["problem"]:
+        raise InputError(str(told["problem"]), where=f"host {name}", fix="All hosts share the run's folders")
+    here, there = versions(), told["versions"]
+    unlike = [package for package in here if there.get(package) != here[package]]
+    others = [f"{package} {there.get(package)} (here {here[package]})" for package in unlike]
+    if others:
+        raise InputError(f"has {', '.join(others)}", where=f"host {name}", fix="Install the same versions on all hosts")
+
+
+def is_own(address: str) -> bool:
+    """Whether it is an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def source_of(target: str) -> str:
+    """This machine's address on the way to another.
+
+    Raises:
+        InputError: if there is no way.
+    """
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((target, 9))  # nothing is sent
+        except OSError as error:
+            raise InputError(f"cannot be reached: {error.strerror}", where=f"host {target}") from None
+        return str(sock.getsockname()[0])
+
+
+def free_memory() -> int | None:
+    """Bytes that new processes can have; None if the kernel does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def mark(folder: Path) -> Path:
+    """A new file in a folder, by which others know it; the folder itself where nothing can be written."""
+    path = folder / f"{_MARK}{os.urandom(8).hex()}"
+    try:
+        path.touch(exist_ok=False)
+    except OSError:
+        return folder
+    return path
+
+
+def unmark(path: Path) -> None:
+    """Removes what `mark` made."""
+    if path.name.startswith(_MARK):
+        path.unlink(missing_ok=True)
+
+
+def unseen(marks: list[str]) -> list[str]:
+    """Those that this host does not see."""
+    return [path for path in marks if not os.path.exists(path)]
+
+
+def _source() -> str:
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

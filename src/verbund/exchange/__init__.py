@@ -1,0 +1,1 @@
+"""How islands combine what they learn: see `docs/architecture.md`."""

@@ -1,0 +1,135 @@
+"""A fragment: the part of the model that islands exchange at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verbund.comm.collectives import Group, Work
+from verbund.exchange.outer import OuterOptimizer
+from verbund.mesh.data import like
+
+
+class Fragment:
+    """Some tensors of the model, what the islands last had in common of them, and the exchange under way.
+
+    Args:
+        names: of the tensors, where they are parameters.
+        values: the model's own, as this worker holds them; they may be of different dtypes.
+        group: this worker's peers in the other islands, who hold the same of theirs.
+        outer: what makes new common values of the mean difference.
+        kept: the share of an island's own values that stays when new common ones arrive.
+    """
+
+    def __init__(
+        self, names: Sequence[str], values: Sequence[Tensor], group: Group, outer: OuterOptimizer, kept: float = 0.0
+    ) -> None:
+        self.names = list(names)
+        self.values = list(values)
+        self.common = [value.detach().clone() for value in values]
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        sizes = [value.numel() for value in values]
+        device = values[0].device
+        # The last number is the weight.
+        self._sent = torch.zeros(sum(sizes) + 1, dtype=dtype, device=device)
+        self._differences = _views(self._sent, self.values)
+        self._moments = torch.zeros(sum(sizes), dtype=dtype, device=device) if outer.momentum else None
+        self.moments = _views(self._moments, self.values) if self._moments is not None else []
+        self._group, self._outer, self._kept = group, outer, kept
+        self._work: Work | None = None
+        self.under_way = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what an island contributes, uncompressed."""
+        return self._sent.nbytes
+
+    @torch.no_grad()
+    def start(self, weight: float) -> None:
+        """Sends the difference between the common and this island's own values.
+
+        Args:
+            weight: of this island: samples since the last exchange, in any unit that all islands share.
+        """
+        torch._foreach_copy_(self._differences, self.common)
+        torch._foreach_sub_(self._differences, self.values)
+        self._sent[-1] = 1.0
+        self._sent.mul_(weight)
+        self._work = self._group.start_all_reduce(self._sent)
+        self.under_way = True
+
+    def receive(self) -> None:
+        """Waits until the sum over the islands is there."""
+        self._group.finish(self._work, "the exchange between islands")
+        self._work = None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Takes the outer optimiser's step with the mean difference, and takes its result over into the model."""
+        self.receive()
+        self.under_way = False
+        weight = float(self._sent[-1])
+        if weight == 0.0:
+            return
+        difference = self._sent[:-1].div_(weight)
+        self._outer.step(difference, self._moments)
+        torch._foreach_sub_(self.common, self._differences)
+        if self._kept:
+            torch._foreach_lerp_(self.values, self.common, 1.0 - self._kept)
+        else:
+            torch._foreach_copy_(self.values, self.common)
+
+    def swap(self) -> None:
+        """Lets the model have the common values, and keeps its own in their place; a second call undoes it."""
+        for value, common in zip(self.values, self.common, strict=True):
+            own = value.data
+            value.data = common
+            common.data = own
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """What the model has now is what all islands have in common."""
+        torch._foreach_copy_(self.common, self.values)
+
+    # -- what is under way, for checkpoints ---------------------------------------------------------------------------
+
+    def sums(self) -> list[Tensor]:
+        """The sums over the islands that have arrived but are not applied, by tensor, and last their weight."""
+        return [*self._differences, self._sent[-1]]
+
+    def resume(self) -> None:
+        """The sums have been filled from a checkpoint: they are applied when they are due."""
+        self.under_way = True
+
+
+def _views(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Runs of a flat tensor in the shapes and strides of `values`."""
+    views, place = [], 0
+    for value in values:
+        views.append(like(flat[place : place + value.numel()], value))
+        place += value.numel()
+    return views
+
+
+def cut(sizes: Sequence[int], fragments: int) -> list[tuple[int, int]]:
+    """Runs of tensors with about equally many elements: half-open ranges, none of them empty.
+
+    Args:
+        sizes: elements of each tensor.
+        fragments: how many runs are wanted; there are fewer where there are fewer tensors.
+    """
+    fragments = min(fragments, len(sizes))
+    total, done, starts = sum(sizes), 0, [0]
+    for index, size in enumerate(sizes):
+        wanted = len(starts)
+        left = len(sizes) - index
+        if (
+            index > starts[-1]
+            and wanted < fragments
+            and (done + size / 2 > total * wanted / fragments or left == fragments - wanted)
+        ):
+            starts.append(index)
+        done += size
+    return list(zip(starts, [*starts[1:], len(sizes)], strict=True))

@@ -1,0 +1,264 @@
+"""Local SGD and DiLoCo: islands train alone and combine their parameters every so many steps.
+
+Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019) takes the mean of the islands'
+parameters; DiLoCo (Douillard et al., 2023) lets an outer optimiser with Nesterov momentum step along the mean
+difference, while every island keeps the state of its own optimiser. Fragments that are exchanged one after the other,
+and training that goes on while an exchange is under way, are those of Streaming DiLoCo (Douillard et al., 2025).
+
+Contributions are weighted by the samples that an island has seen since the last exchange, and divided by the sum of the
+weights that arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.read import Checkpoint
+from verbund.exchange.adaptive import AdaptiveSteps
+from verbund.exchange.fragment import Fragment, cut
+from verbund.exchange.outer import OuterOptimizer
+from verbund.job import Exchange
+from verbund.mesh.replica import Replica
+from verbund.observe.events import Journal, index_among
+
+_COLLECTIVES = 1 << 21
+"""The first number of the exchanges' collectives, beyond all others of a step."""
+
+Sizes = Callable[[int], Sequence[int]]
+"""The samples of each island's share of a ticket."""
+
+
+class LocalSteps:
+    """What a worker does between its island and the others.
+
+    Args:
+        settings: the exchange.
+        replica: this worker's, with its first values.
+        sizes: how many samples of a ticket each island has.
+        journal: gets the collectives.
+    """
+
+    def __init__(self, settings: Exchange, replica: Replica, sizes: Sizes, journal: Journal) -> None:
+        self._settings, self._replica, self._journal = settings, replica, journal
+        self._sizes, self._island = sizes, replica.mesh.island
+        self._group = replica.groups.islands
+        outer = OuterOptimizer()
+        if settings.name == "diloco":
+            outer = OuterOptimizer(settings.outer_lr, settings.outer_momentum)
+        names, parameters = replica.names, replica.parameters
+        runs = cut([parameter.numel() for parameter in parameters], settings.fragments)
+        self._fragments = [
+            Fragment(names[low:high], parameters[low:high], self._group, outer, settings.kept) for low, high in runs
+        ]
+        buffers = [buffer for buffer in replica.buffers.averaged() if buffer.get().is_floating_point()]
+        self._buffers = buffers
+        if buffers:  # running statistics are averaged whenever the last fragment is
+            mean = OuterOptimizer()
+            self._fragments.append(Fragment([], [buffer.get() for buffer in buffers], self._group, mean))
+        self._every = settings.steps_between
+        self._adaptive = AdaptiveSteps(self._every) if settings.adaptive else None
+        self._last = [0] * len(self._fragments)
+        self._waiting: list[tuple[int, int, int]] = []
+        """Exchanges under way, the oldest first: fragment, step in which it is applied, when it was begun."""
+        self._step = 0
+        self._lost = torch.zeros(2, dtype=torch.float64)
+        """The losses of this island since the last exchange, and their weight."""
+        self._held = {held.name: held for held in replica.divided.trained}
+        self.exchanges = 0
+        self.bytes = 0
+        replica.common = self
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step` steps with what the replica has now, which is the same in all islands."""
+        self._step = step
+        self._last = [step] * len(self._fragments)
+        for fragment in self._fragments:
+            fragment.begin()
+
+    def after(self, step: int, loss: float, weight: float) -> None:
+        """Takes part in the exchanges that are due.
+
+        Args:
+            step: how many steps are done.
+            loss: the sum of the losses of this island's samples of the last one.
+            weight: what it is to be divided by.
+        """
+        self._step = step
+        self._lost += torch.tensor([loss, weight], dtype=torch.float64)
+        due = [f for f in range(len(self._fragments)) if self._due(f, step)]
+        self._arrive(lambda until: until <= step)
+        self._send(due, step + self._settings.delay)
+        if not self._settings.delay:
+            self._arrive(lambda _: True)
+        if due and self._adaptive is not None:
+            self._observe(self._adaptive)
+
+    def finish(self, step: int) -> None:
+        """All that islands have learnt since the last exchange goes into the common model: training ends."""
+        self._step = step
+        self._arrive(lambda _: True)
+        self._send([f for f, last in enumerate(self._last) if last < step], step)
+        self._arrive(lambda _: True)
+
+    def drain(self) -> None:
+        """Waits for what is under way, without applying it: then it can be saved."""
+        for fragment, _, _ in self._waiting:
+            self._fragments[fragment].receive()
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within the block the model has the common weights."""
+        for fragment in self._fragments:
+            fragment.swap()
+        try:
+            yield
+        finally:
+            for fragment in self._fragments:
+                fragment.swap()
+
+    # -- exchanges -----------------------------------------------------------------------------------------------
+
+    def _due(self, fragment: int, step: int) -> bool:
+        if self._adaptive is not None:
+            return step - self._last[fragment] >= self._adaptive.steps
+        count = len(self._fragments) - bool(self._buffers)
+        number = min(fragment, count - 1)
+        return (step - self._every * (number + 1) // count) % self._every == 0
+
+    def _send(self, fragments: Sequence[int], due: int) -> None:
+        for fragment in fragments:
+            since = range(self._last[fragment], self._step)
+            # In units of an island's average share, so that sums stay near one.
+            sizes = [self._sizes(step) for step in since]
+            total = sum(map(sum, sizes))
+            weight = sum(size[self._island] for size in sizes) * self._group.world / total if total else 0.0
+            self._waiting.append((fragment, due, time.monotonic_ns()))
+            self._follow_buffers(fragment)
+            self._fragments[fragment].start(weight)
+            self._last[fragment] = self._step
+            self.exchanges += 1
+            self.bytes += self._fragments[fragment].bytes
+
+    def _arrive(self, when: Callable[[int], bool]) -> None:
+        """Applies the oldest exchanges, as long as they are due."""
+        while self._waiting and when(self._waiting[0][1]):
+            fragment, _, begun = self._waiting.pop(0)
+            blocked = time.monotonic_ns()
+            self._replica.doing("the exchange between islands", self._step)
+            self._fragments[fragment].receive()
+            done = time.monotonic_ns()
+            self._fragments[fragment].apply()
+            peers, world = self._replica.mesh.peers("islands"), self._replica.mesh.world
+            if len(peers) > 1:
+                number = index_among(peers, world, _COLLECTIVES + fragment)
+                self._journal.collective(self._step, number, begun, blocked, done)
+            self._journal.add("compute", self._step, done, time.monotonic_ns())
+
+    def _follow_buffers(self, fragment: int) -> None:
+        """A module may have put another tensor in a buffer's place."""
+        if self._buffers and fragment == len(self._fragments) - 1:
+            self._fragments[fragment].values = [buffer.get() for buffer in self._buffers]
+
+    def _observe(self, adaptive: AdaptiveSteps) -> None:
+        self._group.all_reduce(self._lost, "the exchange of losses between islands")
+        adaptive.observe(*self._lost.tolist())
+        self._lost.zero_()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+    #
+    # The common weights are the model's parameters, and the first island's optimiser is the model's: any strategy goes
+    # on from these. All else lies under `exchange`, and is for the same exchange alone.
+
+    def record(self) -> dict[str, Any]:
+        """What `load` needs besides tensors, as JSON values of their own: training goes on while they are written."""
+        return {
+            "name": self._settings.name,
+            "islands": self._group.world,
+            "mesh": self._replica.strategy.mesh,
+            "last": list(self._last),
+            "waiting": [[fragment, due] for fragment, due, _ in self._waiting],
+            "adaptive": self._adaptive.state() if self._adaptive is not None else None,
+        }
+
+    def pieces(self) -> Iterator[Piece]:
+        """This worker's part of what only the exchange knows; to be asked for inside of `swapped`, after `drain`."""
+        own, first = f"island/{self._island}", self._island == 0
+        speaks = self._replica.mesh.place("shard", "tensor", "pipeline") == 0
+        yield Piece.whole("exchange", f"{own}/lost", self._lost, speaks)
+        for number, fragment in enumerate(self._fragments):
+            yield from self._pieces(f"{own}/values", fragment, fragment.common, True)
+            if fragment.moments:
+                yield from self._pieces("outer", fragment, fragment.moments, first)
+            if fragment.under_way:
+                *sums, weight = fragment.sums()
+                yield from self._pieces("waiting", fragment, sums, first)
+                yield Piece.whole("exchange", f"waiting/{number}", weight, speaks and first)
+        if not first:
+            for piece in self._replica.pieces("optimizer"):
+                yield replace(piece, kind="exchange", name=f"{own}/optimizer/{piece.name}")
+
+    def load(self, checkpoint: Checkpoint, step: int) -> list[str]:
+        """Goes on from a checkpoint, with whose universal part the replica has been filled.
+
+        Returns:
+            what had to be dropped, in sentences.
+        """
+        self.begin(step)
+        record = checkpoint.state.get("exchange") or {}
+        if record.get("name") != self._settings.name:
+            return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
+        with torch.no_grad():
+            for fragment in self._fragments:
+                if fragment.moments:
+                    self._fill(checkpoint, "outer", fragment, fragment.moments)
+        if self._adaptive is not None and record["adaptive"] is not None:
+            self._adaptive.load(record["adaptive"])
+        count = record["islands"]
+        if count != self._group.world:
+            return [f"There were {count} islands: what each had learnt since the last exchange was dropped"]
+        if record["mesh"] != self._replica.strategy.mesh and (len(record["last"]) > 1 or record["waiting"]):
+            return ["The mesh has changed: what each island had learnt since the last exchange was dropped"]
+        own = f"island/{self._island}"
+        self._last = [int(last) for last in record["last"]]
+        with torch.no_grad():
+            self._lost.copy_(checkpoint.read("exchange", f"{own}/lost"))
+            for fragment in self._fragments:
+                self._fill(checkpoint, f"{own}/values", fragment, fragment.values)
+            for number, due in record["waiting"]:
+                fragment = self._fragments[number]
+                *sums, weight = fragment.sums()
+                self._fill(checkpoint, "waiting", fragment, sums)
+                weight.copy_(checkpoint.read("exchange", f"waiting/{number}"))
+                fragment.resume()
+                self._waiting.append((number, due, time.monotonic_ns()))
+        if self._island:
+            self._replica.state.load_optimizer(checkpoint, "exchange", f"{own}/optimizer/")
+        return []
+
+    def _pieces(self, prefix: str, fragment: Fragment, tensors: Sequence[Tensor], owner: bool) -> Iterator[Piece]:
+        """Tensors that lie beside those of a fragment, as pieces."""
+        if not fragment.names:
+            for buffer, tensor in zip(self._buffers, tensors, strict=True):
+                speaks = buffer.name in self._replica.divided.buffers
+                yield Piece.whole("exchange", f"{prefix}/{buffer.name}", tensor, owner and speaks)
+            return
+        for name, tensor in zip(fragment.names, tensors, strict=True):
+            held = self._held[name]
+            yield from held.pieces("exchange", f"{prefix}/{name}", tensor, owner and held.primary)
+
+    def _fill(self, checkpoint: Checkpoint, prefix: str, fragment: Fragment, tensors: Sequence[Tensor]) -> None:
+        names = fragment.names or [buffer.name for buffer in self._buffers]
+        for name, tensor in zip(names, tensors, strict=True):
+            full = f"{prefix}/{name}"
+            if fragment.names:
+                self._held[name].fill(tensor, checkpoint, "exchange", full)
+            else:
+                checkpoint.fill("exchange", full, tensor)

@@ -1,0 +1,218 @@
+"""Runs whose islands train alone: resumed, stopped, validated, with data of their own."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verbund.checkpoint import folder
+from verbund.checkpoint.read import Checkpoint
+from verbund.cluster.supervisor import Supervisor
+from verbund.errors import InputError, Interrupted
+from verbund.exchange.adaptive import EXCHANGES as PERIOD
+from verbund.exchange.adaptive import AdaptiveSteps
+from verbund.job import parse_strategy
+from verbund.run import Run
+from verbund.stage import launch
+
+from .test_local_sgd import MODEL, close, parameters
+
+NORMALISED = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5))
+"""
+EXCHANGES = [
+    {"name": "local_sgd", "every": 4},
+    {"name": "local_sgd", "every": 3, "adaptive": True},
+    {"name": "diloco", "every": 6},
+    {"name": "diloco", "every": 6, "fragments": 2, "delay": 2},
+]
+
+
+def name_of(value: Any) -> str:
+    return "-".join(str(part) for part in value.values()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
+@pytest.mark.parametrize("broken", [7, 8, 12])
+def test_resumed_as_if_never_interrupted(exchange: dict[str, Any], broken: int, run_job: Callable[..., Run]) -> None:
+    """The break is at a checkpoint within the run: what follows is as it was, with the state of every island."""
+    changes = {"strategy.islands": 2, "strategy.exchange": exchange, "train.steps": 16, "train.global_batch": 40}
+    whole = run_job(NORMALISED, changes | {"checkpoint.every": broken, "checkpoint.keep": 9})
+    again = launch.resume(_cut(whole, broken).path)
+    assert again.summary["steps"] == 16
+    # Bit for bit: nothing is computed in another order.
+    close(again, whole, 0.0)
+    assert again.summary["metrics"] == whole.summary["metrics"]
+
+
+def _cut(run: Run, step: int) -> Run:
+    """A copy of the run as it was when it had just saved this step."""
+    copy = run.path.with_name(f"{run.path.name}-cut")
+    shutil.copytree(run.path, copy)
+    for later in (copy / "checkpoints").glob("step-*"):
+        if int(later.name.partition("-")[2]) > step:
+            shutil.rmtree(later)
+    (copy / "summary.json").unlink()
+    return Run.open(copy)
+
+
+@pytest.mark.parametrize("strategy", ["islands=3,exchange=diloco", "data=2", "data=1", "islands=2,exchange=local_sgd"])
+def test_goes_on_under_another_strategy(strategy: str, run_job: Callable[..., Run]) -> None:
+    diloco = {"name": "diloco", "every": 6}
+    run = run_job(MODEL, {"strategy.islands": 2, "strategy.exchange": diloco, "train.steps": 8})
+    before = parameters(run)
+    again = launch.resume(run.path, {**parse_strategy(strategy), "train.steps": 9})
+    assert again.summary["steps"] == 9
+    moved = sum(float((value - before[name]).abs().max()) for name, value in parameters(again).items())
+    assert 0 < moved < 1, "it goes on from the common weights"
+    assert any("dropped" in note for note in again.summary["notes"])
+
+
+def test_validates_what_islands_have_in_common(run_job: Callable[..., Run]) -> None:
+    """Between two exchanges too: what was validated is what was saved, and what `validate` finds."""
+    run = run_job(
+        NORMALISED,
+        {
+            "strategy.islands": 2,
+            "strategy.exchange": {"name": "diloco", "every": 4},
+            "train.steps": 10,
+            "validate.every": 6,
+            "checkpoint.every": 6,
+            "data.validation_fraction": 0.3,
+        },
+    )
+    curve = dict(map(tuple, run.summary["metrics"]["loss"]["curve"]))
+    assert launch.validate(run.path, step=6)["metrics"]["loss"] == curve[6]
+    assert launch.validate(run.path)["metrics"]["loss"] == curve[10]
+    assert launch.validate(run.path, workers=3)["metrics"]["loss"] == curve[10]
+
+
+def test_the_loss_is_that_of_all_islands(run_job: Callable[..., Run]) -> None:
+    """The first step's is the same as in one process; every step counts all samples."""
+    changes: dict[str, Any] = {"train.steps": 9}
+    alone = run_job(MODEL, changes)
+    run = run_job(MODEL, changes | {"strategy.islands": 3, "strategy.exchange": "local_sgd"})
+    assert run.summary["loss"]["first"] == pytest.approx(alone.summary["loss"]["first"], rel=1e-6)
+    assert run.summary["samples"] == alone.summary["samples"]
+
+
+def test_islands_draw_from_rows_of_their_own(run_job: Callable[..., Run]) -> None:
+    """Rows of one island that nobody else may use decide only what that island learns."""
+    random = np.random.default_rng(3)
+    x = random.normal(size=(60, 12)).astype(np.float32)
+    y = np.repeat([0, 1, 2], 20)
+    changes = {
+        "strategy.islands": 3,
+        "strategy.exchange": {"name": "local_sgd", "every": 100},
+        "data.placement": "island",
+        "train.steps": 6,
+        "train.global_batch": 30,
+        "checkpoint.every": 5,
+        "train.optimizer": {"name": "sgd", "lr": 0.5},
+    }
+    run = run_job(MODEL, changes, x=x, y=y)
+    with Checkpoint.open(folder(run.checkpoints, 5)) as checkpoint:
+        biases = [checkpoint.read("exchange", f"island/{island}/values/2.bias") for island in range(3)]
+    for island, bias in enumerate(biases):
+        assert int(bias.argmax()) == island, "it saw its own class only"
+    assert run.summary["samples"] == 180
+
+
+def test_an_island_without_rows_is_refused(run_job: Callable[..., Run]) -> None:
+    with pytest.raises(InputError, match=r"no sample of its own") as caught:
+        run_job(
+            MODEL,
+            {"strategy.islands": 4, "strategy.exchange": "local_sgd", "data.placement": "island"},
+            x=np.zeros((3, 12), np.float32),
+            y=np.zeros(3, np.int64),
+        )
+    assert caught.value.where == "data.placement"
+
+
+SLOW = """
+import time
+import torch
+from torch import nn
+
+class Slow(nn.Module):
+    def forward(self, x):
+        if self.training:
+            time.sleep(0.02)
+        return x
+
+def model():
+    return nn.Sequential(Slow(), nn.Linear(12, 5))
+"""
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
+def test_interrupted_after_the_same_step_everywhere(
+    exchange: dict[str, Any], run_job: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Islands that are at different steps stop after the same one, save it, and go on from it as if nothing was."""
+    changes = {"strategy.islands": 2, "strategy.exchange": exchange | {"every": 50}, "train.steps": 60}
+    whole = run_job(SLOW, changes)
+    loop = Supervisor._loop
+
+    def interrupted(self: Supervisor, selector: Any) -> None:
+        threading.Timer(0.5, lambda: setattr(self._interrupts, "count", 1)).start()
+        loop(self, selector)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervisor, "_loop", interrupted)
+        begun = time.monotonic()
+        with pytest.raises(Interrupted) as caught:
+            run_job(SLOW, changes)
+        assert time.monotonic() - begun < 20
+    assert caught.value.run is not None
+    run = Run.open(caught.value.run)
+    assert 0 < run.summary["steps"] < 60
+    close(launch.resume(run.path), whole, 0.0)
+
+
+def test_time_ends_all_islands(run_job: Callable[..., Run]) -> None:
+    run = run_job(
+        SLOW,
+        {
+            "strategy.islands": 2,
+            "strategy.exchange": {"name": "diloco", "every": 100},
+            "train.steps": None,
+            "train.seconds": 0.5,
+        },
+    )
+    assert run.summary["ended_by"] == "seconds"
+    assert 0 < run.summary["steps"] < 100
+    assert run.summary["metrics"] == {} or run.summary["status"] == "done"
+
+
+def test_fewer_steps_as_the_loss_falls() -> None:
+    adaptive = AdaptiveSteps(16)
+    found = []
+    for loss in (4.0, 2.0, 1.0, 2.0, 0.01, 0.0):
+        for _ in range(PERIOD):
+            adaptive.observe(10 * loss, 10.0)
+        found.append(adaptive.steps)
+    # ⌈16·√(F/4)⌉ for F = 4 (the reference), 2, 1, 2 (never more again), 0.01, 0
+    assert found == [16, 12, 8, 8, 1, 1]
+
+
+def test_drawn_apart_by_what_they_see(run_job: Callable[..., Run]) -> None:
+    """A check of the tests above: islands do differ between exchanges."""
+    run = run_job(
+        MODEL,
+        {"strategy.islands": 2, "strategy.exchange": "local_sgd", "checkpoint.every": 5, "train.steps": 8},
+    )
+    with Checkpoint.open(folder(run.checkpoints, 5)) as checkpoint:
+        one, other = (checkpoint.read("exchange", f"island/{i}/values/0.weight") for i in range(2))
+    assert not torch.equal(one, other)

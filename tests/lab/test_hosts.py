@@ -1,0 +1,168 @@
+"""Runs over several hosts: the same numbers, and whatever is lost is named and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import MLP, MakeJob, losses, wait_for
+from lab import Lab, missing
+from processes import MARKED, gone
+from verbund.run import Run
+from verbund.stage import launch
+
+pytestmark = pytest.mark.skipif((why := missing()) is not None, reason=why or "")
+
+VERBUND = [sys.executable, "-m", "verbund"]
+ENDLESS = {"train.steps": 1_000_000, "checkpoint.every": "end", "cluster.heartbeat": 0.2}
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with Lab(hosts=2) as lab:
+        yield lab
+
+
+def write(lab: Lab, make_job: MakeJob, folder: Path, changes: dict[str, Any], task: str = MLP) -> None:
+    cluster = {
+        "cluster.kind": "hosts",
+        "cluster.hosts": lab.hosts,
+        "cluster.command": "ip netns exec {host}",
+        "cluster.trusted_network": lab.network,
+        "strategy.mesh": {"data": len(lab.hosts)},
+    }
+    job = make_job(task, {**cluster, **changes})
+    (folder / "job.toml").write_text(job.toml())
+
+
+def train(lab: Lab, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return lab.run(0, [*VERBUND, "train", "job.toml", "--run", "run", *more], cwd=folder, timeout=120)
+
+
+def start(lab: Lab, folder: Path) -> subprocess.Popen[str]:
+    """A run under way: all workers compute."""
+    command = lab.start(
+        0,
+        [*VERBUND, "train", "job.toml", "--run", "run", "--json"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_for(lambda: command.poll() is not None or len(list(folder.glob("pid-*"))) > len(lab.hosts), "all workers", 60)
+    assert command.poll() is None, command.communicate()
+    return command
+
+
+def ended(command: subprocess.Popen[str], lab: Lab, hosts: list[int]) -> dict[str, Any]:
+    """What a command that failed said, once nothing is left of it on those hosts."""
+    out, errors = command.communicate(timeout=60)
+    assert command.returncode == 3, errors
+    assert not [pid for host in hosts for pid in lab.pids(host)]
+    document = json.loads(out)
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_same_numbers_as_one_process(hosts: int, make_job: MakeJob, tmp_path: Path, shared_cluster: object) -> None:
+    alone = launch.train(make_job(MLP, {"validate.every": 2}), tmp_path / "alone")
+    with Lab(hosts=hosts, rate="100mbit") as lab:
+        mesh = {"data": 2} if hosts == 2 else {"data": 2, "tensor": 2}
+        write(lab, make_job, tmp_path, {"strategy.mesh": mesh, "validate.every": 2})
+        done = train(lab, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert not [pid for host in range(hosts) for pid in lab.pids(host)]
+    run = Run.open(tmp_path / "run")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert run.summary["world"] == hosts
+
+
+def test_a_host_without_power(make_job: MakeJob, tmp_path: Path) -> None:
+    with Lab(hosts=3) as lab:
+        write(lab, make_job, tmp_path, {**ENDLESS, "cluster.lost_after": 3.0}, MARKED)
+        command = start(lab, tmp_path)
+        lab.kill(2)
+        document = ended(command, lab, [0, 1])
+    assert document["cause"]["what"].startswith(f"host {lab.hosts[2]} is lost with worker 2: ")
+
+
+def test_a_cut_link_is_named_and_both_sides_end(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, {**ENDLESS, "cluster.lost_after": 4.0, "cluster.orphan_grace": 1.0}, MARKED)
+    command = start(lab, tmp_path)
+    began = time.time()
+    beyond = lab.pids(1)
+    lab.cut(1)
+    document = ended(command, lab, [0])
+    assert document["failures"][0]["time"] - began < 4.0 + 0.5  # a turn of the supervisor, on a busy machine
+    assert document["cause"]["what"].startswith(f"host {lab.hosts[1]} is lost with worker 1: ")
+    assert gone(beyond, 10)
+
+
+def test_nothing_is_left_of_a_killed_command(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, {**ENDLESS, "cluster.orphan_grace": 1.0}, MARKED)
+    command = start(lab, tmp_path)
+    everything = [pid for host in range(2) for pid in lab.pids(host)]
+    assert len(everything) >= 5  # the command, two warm servers, two workers
+    command.kill()
+    command.communicate(timeout=20)
+    assert gone(everything, 4)
+
+
+def test_a_worker_of_another_host_is_killed(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, ENDLESS, MARKED)
+    command = start(lab, tmp_path)
+    worker = next(pid for pid in lab.pids(1) if (tmp_path / f"pid-{pid}").exists())
+    lab.run(1, ["kill", "-9", str(worker)])
+    document = ended(command, lab, [0, 1])
+    assert f"worker 1 (pid {worker} on {lab.hosts[1]}) was killed by SIGKILL" in document["cause"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("sh -c 'echo no way to {host} >&2; exit 255'", "ended with status 255: no way to"),
+        ("no-such-program {host}", "`no-such-program` cannot be run: No such file"),
+        ("false", "`false` ended with status 1"),
+    ],
+)
+def test_a_command_that_reaches_no_host(
+    command: str, message: str, lab: Lab, make_job: MakeJob, tmp_path: Path
+) -> None:
+    write(lab, make_job, tmp_path, {"cluster.command": command})
+    done = train(lab, tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert f"host {lab.hosts[1]} cannot be used: " in done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_that_does_not_share_the_files(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    hidden = f'mount -t tmpfs none {shlex.quote(str(tmp_path / "cache"))} && exec "$@"'
+    write(lab, make_job, tmp_path, {"cluster.command": f"ip netns exec {{host}} sh -c {shlex.quote(hidden)} -"})
+    done = train(lab, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"host {lab.hosts[1]}: does not see what lies in {tmp_path / 'cache'} on this machine" in done.stderr
+
+
+def test_a_host_with_another_python_path(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, {"cluster.command": "ip netns exec {host} env PYTHONPATH=/nowhere HOME=/nowhere"})
+    (other := tmp_path / "other" / "verbund").mkdir(parents=True)
+    source = Path(launch.__file__).parent.parent
+    for path in source.rglob("*.py"):
+        target = other / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(path.read_text())
+    (other / "newer.py").write_text("")
+    write(lab, make_job, tmp_path, {"cluster.command": f"ip netns exec {{host}} env PYTHONPATH={other.parent}"})
+    done = train(lab, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"host {lab.hosts[1]}: has verbund " in done.stderr
