@@ -83,6 +83,8 @@ class _Bucket:
 def _like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece of memory as a gradient with the parameter's own strides (channels last, transposed): optimisers
     walk both side by side."""
+    if not parameter.numel():
+        return piece.view(parameter.shape)
     place = sorted(zip(parameter.stride(), parameter.shape, strict=True))
     expected = 1
     for stride, size in place:
