@@ -332,8 +332,10 @@ def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[d
 
 
 def notes(journals: Sequence[ProcessJournal]) -> list[str]:
-    """What processes noted for the report, each text once."""
-    return list(dict.fromkeys(str(event.get("text", "")) for _, event in events(journals, "note")))
+    """What processes noted for the report, each text once; of a mesh only what was noted of the newest."""
+    newest = max((journal.generation for journal in journals), default=0)
+    found = [e for j, e in events(journals, "note") if j.generation == newest or not e.get("mesh")]
+    return list(dict.fromkeys(str(event.get("text", "")) for event in found))
 
 
 def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
