@@ -132,6 +132,7 @@ BAD = {
     "predict: a folder": (2, ["predict", "run", "data.npz", "--out", "run"], "run is a folder"),
     "report: no run": (2, ["report", "no"], "no such run"),
     "report: a job is no run": (2, ["report", "job.toml"], "not a run's directory"),
+    "doctor: no network": (2, ["doctor", "job.toml", "--network"], "there is no network to measure"),
     "doctor: no job": (2, ["doctor", "no.toml"], "no such job file"),
     "doctor: a bad job": (2, ["doctor", "job.toml", "--set", "data.input=z"], "`z`"),
 }

@@ -47,7 +47,9 @@ StrategyText = Annotated[
     str | None,
     typer.Option("--strategy", metavar="TEXT", help="Axes of the mesh: data=2 or tensor=2,pipeline=2; others 1."),
 ]
-ClusterKind = Annotated[str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local.")]
+ClusterKind = Annotated[
+    str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local or hosts.")
+]
 Step = Annotated[
     int | None,
     typer.Option("--step", metavar="N", parser=_whole_number, help="The checkpoint; default: the newest."),
@@ -196,12 +198,15 @@ def report(
     return Answer({**summary, "report": str(path)}, [str(path), *([str(trace)] if trace else [])])
 
 
-@app.command(epilog="Examples: `verbund doctor` · `verbund doctor job.toml`")
+@app.command(epilog="Examples: `verbund doctor` · `verbund doctor job.toml` · `verbund doctor job.toml --network`")
 def doctor(
     job: Annotated[Path | None, typer.Argument(metavar="JOB", help="Also check this job, as `train` would.")] = None,
     settings: Settings = None,
     workers: Workers = None,
     strategy: StrategyText = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Also measure the links between the job's hosts: latency and rate.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -210,7 +215,7 @@ def doctor(
     from verbund.stage import doctor as checks
 
     whole = Job.read(job, _changes(settings, workers, strategy, None)) if job else None
-    findings = checks.examine(whole)
+    findings = checks.examine(whole, network=network)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
     return Answer(

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from verbund.errors import InputError, JobError, Problem, nearest
 from verbund.job_problems import problems, section_at, shown
-from verbund.placement import place, spans
+from verbund.placement import place
 
 
 def _listed(value: Any) -> Any:
@@ -298,6 +298,8 @@ class Exchange(Section):
     mixing: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """With `delay`: the share of an island's own values that stays when an exchange arrives; default 0.5, and 0 where
     there is no delay."""
+    compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
+    """local_sgd, diloco: what the differences of parameters are sent as."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -363,7 +365,7 @@ class Strategy(Section):
     chunks: Annotated[int, Field(ge=1, le=64)] | None = None
     """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
     balance: Literal["cost", "memory"] = "cost"
-    """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
+    """Axis `pipeline`: stages of equal work, counted from what each layer computes, or of equal bytes."""
     compression: Annotated[Compression, Field(examples=[{"name": "top_k", "density": 0.01}])] = Compression()
     """Axis `data` (casts: `shard` too): what gradients are sent as. Results are no longer those of one process."""
 
@@ -420,8 +422,8 @@ class Cluster(Section):
     """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
     none."""
     trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
-    """Kind `hosts`: a network that is yours alone. An island over several hosts moves its tensors there without
-    encryption, and is refused elsewhere."""
+    """Kind `hosts`: a network that is yours alone. Workers exchange tensors there without encryption, and over several
+    hosts they are refused elsewhere."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""
@@ -557,10 +559,10 @@ class Job(Section):
         places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
         if places is None:
             return [f"`cluster.slots` has too little room for {strategy.world} workers on {len(cluster.hosts)} hosts"]
-        if spans(places, strategy.islands) and cluster.trusted_network is None:
-            what = "an island over several hosts moves its tensors without encryption or proof of who takes part"
+        if len(set(places)) > 1 and cluster.trusted_network is None:
+            what = "workers on several hosts exchange tensors without encryption or proof of who takes part"
             fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
-            return [f"{what}: {fix}; else give each host as many `cluster.slots` as an island has workers"]
+            return [f"{what}: {fix}; else put all workers on one host by `cluster.slots`"]
         return []
 
     @staticmethod

@@ -31,9 +31,3 @@ def place(world: int, islands: int, hosts: int, slots: int | Sequence[int] | Non
         return [host for host in whole[:islands] for _ in range(size)]
     spread = [host for host, count in enumerate(room) for _ in range(count)]
     return spread[:world] if len(spread) >= world else None
-
-
-def spans(places: Sequence[int], islands: int) -> bool:
-    """Whether an island has workers on several hosts."""
-    size = len(places) // islands
-    return any(len(set(places[first : first + size])) > 1 for first in range(0, len(places), size))

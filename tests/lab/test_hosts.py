@@ -166,3 +166,21 @@ def test_a_host_with_another_python_path(lab: Lab, make_job: MakeJob, tmp_path: 
     done = train(lab, tmp_path)
     assert done.returncode == 2, done.stderr
     assert f"host {lab.hosts[1]}: has verbund " in done.stderr
+
+
+def test_a_run_over_hosts_is_resumed_predicted_with_and_exported(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    changes = {"strategy.islands": 2, "strategy.mesh": {"data": 1}, "strategy.exchange": {"name": "diloco", "every": 2}}
+    write(lab, make_job, tmp_path, {**changes, "data.validation_fraction": 0.2, "cluster.heartbeat": 0.2})
+    verbs = [
+        ["train", "job.toml", "--run", "run"],
+        ["resume", "run", "--set", "train.steps=7"],
+        ["predict", "run", "data.npz"],
+        ["export", "run", "--out", "model"],
+    ]
+    for arguments in verbs:
+        done = lab.run(0, [*VERBUND, *arguments], cwd=tmp_path, timeout=120)
+        assert done.returncode == 0, (arguments, done.stderr)
+        assert not [pid for host in range(2) for pid in lab.pids(host)]
+    assert Run.open(tmp_path / "run").summary["steps"] == 7
+    assert (tmp_path / "run" / "predictions.parquet").exists()
+    assert (tmp_path / "model" / "model.safetensors").exists()

@@ -54,7 +54,8 @@ class ForkedCluster:
         """
         self._connect()
         deadline = time.monotonic() + timeout
-        places = self.placed(len(specs))
+        # All say where they must run, or none does.
+        places = [spec.host for spec in specs if spec.host is not None] or self.placed(len(specs))
         specs = [self._on_host(spec, places, number) for number, spec in enumerate(specs)]
         pids = self._forked(specs, places, deadline)
         processes: dict[tuple[str, int], Process] = {}

@@ -41,7 +41,8 @@ class HostsCluster(ForkedCluster):
         self._shared = [*shared, scratch]
         self.hosts = [_host(name, job.cluster) for name in job.cluster.hosts]
         away = next((host for host in self.hosts if host.command), self.hosts[0])
-        super().__init__(Meeting.at(hosts_.source_of(away.address), _BREAK * job.cluster.lost_after), scratch)
+        self.address = hosts_.source_of(away.address)
+        super().__init__(Meeting.at(self.address, _BREAK * job.cluster.lost_after), scratch)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
             "preload": [*PRELOAD, *preload],

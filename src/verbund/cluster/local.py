@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from verbund.cluster.forked import PRELOAD, ForkedCluster
-from verbund.cluster.host import free_memory
 from verbund.cluster.server import WarmServer
 from verbund.comm.rendezvous import Meeting
+from verbund.observe.memory import available_bytes
 
 
 class LocalCluster(ForkedCluster):
@@ -29,10 +29,14 @@ class LocalCluster(ForkedCluster):
         self._servers.append(WarmServer(0, None, self.meeting, settings, environment or {}))
 
     @property
+    def address(self) -> None:
+        """Nobody comes from elsewhere."""
+
+    @property
     def server(self) -> WarmServer:
         """The one warm server."""
         return self._servers[0]
 
     def free_memory(self) -> dict[str, int | None]:
         """Of this machine."""
-        return {"": free_memory()}
+        return {"": available_bytes()}

@@ -23,6 +23,7 @@ class ProcessSpec:
         entry: the function it runs, as `module:function` below `verbund.stage`; it gets a `Worker`.
         generation: the membership it belongs to.
         settings: plain JSON values for the entry.
+        host: the number of the host where it must run; None: where the cluster places it.
         place: its number among those of its role on its host, set by the cluster.
         neighbours: how many of them are there, itself among them.
         address: its host's own address, where processes of several hosts meet; None: all are on this machine.
@@ -34,6 +35,7 @@ class ProcessSpec:
     entry: str
     generation: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    host: int | None = None
     place: int = 0
     neighbours: int = 1
     address: str | None = None
@@ -90,6 +92,11 @@ class Exit:
 
 class Cluster(Protocol):
     """Where processes run; knows nothing of training."""
+
+    @property
+    def address(self) -> str | None:
+        """This machine's, at which its processes dial it; None where none come from elsewhere."""
+        ...
 
     @property
     def scratch(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
@@ -34,6 +34,7 @@ from verbund.mesh.pipeline.stages import Boundary
 from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
+from verbund.mesh.users_line import users_line
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
@@ -63,6 +64,7 @@ class Replica:
         example: some samples, where the mesh divides the model.
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
+        unbuilt: the task's model without values, where it is only to be looked at.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Replica:
         example: Batch | None = None,
         costs: list[float] | None = None,
         deferred: bool = False,
+        unbuilt: nn.Module | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -87,7 +90,9 @@ class Replica:
         if not job.train.compile:
             optimizer.without_dynamo()
         recorded = _recorded(task, job.seed) if deferred and mesh.divides_model else None
-        model = recorded.model if recorded is not None else task.build().to(self.device)
+        model = unbuilt
+        if model is None:
+            model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
@@ -116,6 +121,8 @@ class Replica:
         trained = divided.trained
         self.names = [held.name for held in trained]
         self.parameters = [held.values for held in trained]
+        if not trained:  # all that this worker's stages hold is frozen
+            self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
         self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
         self.ema: ExponentialMovingAverage | None = None
@@ -368,7 +375,7 @@ class Replica:
                 return False
             if self.train.clip_norm is not None and norm > self.train.clip_norm:
                 factor *= self.train.clip_norm / norm
-        if factor != 1.0:
+        if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
@@ -440,7 +447,8 @@ class Replica:
         few = ", ".join(map(str, ids[:4].tolist())) + (f", … {ids[-1]}" if len(ids) > 4 else "")
         return RunFailed(
             f"{described['what']} (step {step}, samples {few})",
-            where=described["where"],
+            # Layers of torch's own have no line of the user's.
+            where=described["where"] if users_line(error.__traceback__) else f"{self.task.file}, model()",
             fix=described["fix"],
         )
 
@@ -530,6 +538,11 @@ class Replica:
             "chunks": self.strategy.stages_per_worker,
             "micro_batches": len(self.plan(sizes)),
         }
+
+
+def _placeholder(model: nn.Module) -> nn.Parameter:
+    """A parameter without elements, which is trained and saved nowhere."""
+    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
 
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:

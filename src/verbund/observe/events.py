@@ -11,9 +11,11 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
                  message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
     links        bytes sent and received per peer so far, counted by the kernel; and `shared`, bytes that the process
-                 has handed over to collectives through shared memory, which are no network's
+                 has handed over to collectives through shared memory, which are no network's; and `wire`,
+                 those per peer with the headers of all segments, an estimate
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
+    exchange     how islands that train alone combined what they learnt: `observe.compression` reads it
     compression  what gradients travelled as, and what came of it: `observe.compression` reads it
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
@@ -80,7 +82,15 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path, role: str, rank: int, generation: int, *, island: int = 0, limit_mb: float = 64.0
+        self,
+        folder: Path,
+        role: str,
+        rank: int,
+        generation: int,
+        *,
+        island: int = 0,
+        limit_mb: float = 64.0,
+        address: str | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{role}-{rank}-{generation}.jsonl"
@@ -110,6 +120,7 @@ class Journal:
                 "generation": generation,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
+                "address": address,
                 "monotonic": time.monotonic_ns(),
                 "wall": time.time(),
             }

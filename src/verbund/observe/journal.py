@@ -24,7 +24,7 @@ EVENT_LIMIT = 20_000
 HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression", "whole")
 """What `held` says the bytes of."""
 COMPRESSION = ("workers", "steps", "bytes_without", "bytes_with", "seconds", "left_out", "summed")
-"""What `compression` counts."""
+"""What `compression` and `exchange` count."""
 _FILES_LIMIT = 100_000
 _DAMAGE_LIMIT = 1000
 _BIG = 1 << 62
@@ -48,11 +48,14 @@ class ProcessJournal:
         thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
+        address: of its host, in a run over several.
         links: peer to bytes sent and received; None if not measured.
+        wire: the same with all headers, estimated.
         shared_bytes: handed over to collectives through shared memory.
         peak_bytes: most memory; None if not measured.
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         compression: what gradients travelled as (`method`) and counts of what came of it; None if as they were.
+        exchange: how islands that train alone combined what they learnt (`method`, `compression`), and the same counts.
         joules: energy and how it was measured; None if not measured.
         begin: when the process is first heard of.
         end: when it is last heard of.
@@ -68,6 +71,7 @@ class ProcessJournal:
     generation: int
     island: int = 0
     host: str = ""
+    address: str = ""
     pid: int = 0
     spans: Ints = field(default_factory=lambda: np.empty((0, 4), np.int64))
     collectives: Ints = field(default_factory=lambda: np.empty((0, 5), np.int64))
@@ -77,10 +81,12 @@ class ProcessJournal:
     thinned: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
+    wire: dict[str, tuple[int, int]] | None = None
     shared_bytes: int | None = None
     peak_bytes: int | None = None
     held: dict[str, int] | None = None
     compression: dict[str, Any] | None = None
+    exchange: dict[str, Any] | None = None
     joules: tuple[float, str] | None = None
     begin: int = 0
     end: int = 0
@@ -253,6 +259,7 @@ def _head(path: Path, line: dict[str, Any]) -> ProcessJournal | None:
         generation,
         island=_count(line.get("island")) or 0,
         host=str(line.get("host", ""))[:255],
+        address=str(line.get("address") or "")[:255],
         pid=_count(line.get("pid")) or 0,
         begin=start,
         end=start,
@@ -269,16 +276,18 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
             journal.events.append(line)
     elif kind == "links":
         journal.links = _links(line.get("links"))
+        journal.wire = _links(line.get("wire"))
         journal.shared_bytes = _count(line.get("shared"))
     elif kind == "memory":
         journal.peak_bytes = _count(line.get("peak"))
     elif kind == "held":
         counts = {name: _count(line[name]) for name in HELD if name in line}
         journal.held = {name: count for name, count in counts.items() if count is not None}
-    elif kind == "compression":
+    elif kind in ("compression", "exchange"):
         counts = {name: line.get(name) for name in COMPRESSION}
         if all(isinstance(n, (int, float)) and 0 <= n < _BIG for n in counts.values()):
-            journal.compression = {"method": str(line.get("method"))[:64], **counts}
+            named = {name: str(line[name])[:64] for name in ("method", "compression") if name in line}
+            setattr(journal, kind, {"method": "", **named, **counts})
     elif kind == "energy":
         joules = line.get("joules")
         if isinstance(joules, (int, float)) and joules >= 0:

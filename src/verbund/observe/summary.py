@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from verbund.observe.compression import measure as measure_compression
+from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
 from verbund.observe.energy import NOT_MEASURED
 from verbund.observe.journal import Floats, ProcessJournal, read
+from verbund.observe.links import network
 from verbund.observe.pipeline import measure, pipelines
 from verbund.observe.timeline import KINDS, Timeline, merge
 from verbund.observe.verdict import held_back
@@ -55,8 +57,9 @@ def summarise(
     `steps` is the number of optimiser steps done; in `loss.curve` a step's number is that of its ticket, from
     0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
     that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
-    says, and None where there was none. `memory_promise` says per worker which bytes of the model's state it held, and
-    their share of what one process alone would hold. `compression` is as `compression.measure` says.
+    says, and None where there was none; so is `network` as `links.network` says. `memory_promise` says per worker which
+    bytes of the model's state it held, and their share of what one process alone would hold. `compression` and
+    `exchange` are as `observe.compression` says.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -65,6 +68,7 @@ def summarise(
     speed = _speed(journals, timeline)
     found = pipelines(journals)
     pipeline = measure(found, speed) if found else None
+    between = network(journals, timeline)
     workers = [j for j in journals if j.role == "worker"]
     generations = sorted({j.generation for j in journals})
     summary: dict[str, Any] = {
@@ -82,13 +86,15 @@ def summarise(
         "seconds": _seconds(timeline),
         "workers": _workers(timeline),
         "bytes": _bytes(journals),
+        "network": between,
         "samples_per_second": speed,
         "pipeline": pipeline,
         "compression": measure_compression(journals),
+        "exchange": measure_exchange(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
-        "held_back": held_back(timeline, settings, pipeline),
+        "held_back": held_back(timeline, settings, pipeline, between),
         "checkpoints": _checkpoints(journals),
         "failures": failures(journals),
         "notes": notes(journals),
@@ -326,8 +332,10 @@ def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[d
 
 
 def notes(journals: Sequence[ProcessJournal]) -> list[str]:
-    """What processes noted for the report, each text once."""
-    return list(dict.fromkeys(str(event.get("text", "")) for _, event in events(journals, "note")))
+    """What processes noted for the report, each text once; of a mesh only what was noted of the newest."""
+    newest = max((journal.generation for journal in journals), default=0)
+    found = [e for j, e in events(journals, "note") if j.generation == newest or not e.get("mesh")]
+    return list(dict.fromkeys(str(event.get("text", "")) for event in found))
 
 
 def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:

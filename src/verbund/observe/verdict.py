@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verbund.observe.links import fullest
 from verbund.observe.progress import duration
 from verbund.observe.timeline import Timeline, Who
 
@@ -19,9 +20,15 @@ _DOING = {
 }
 _NOTABLE = {"wait": 0.05, "data": 0.05, "communicate": 0.1, "checkpoint": 0.05, "validate": 0.2, "start": 0.2,
             "idle": 0.1}  # fmt: skip
+_HELD_BY_LINK = 0.2
 
 
-def held_back(timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping[str, Any] | None = None) -> list[str]:
+def held_back(
+    timeline: Timeline,
+    settings: Mapping[str, Any],
+    pipeline: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Sentences on where the workers' time went that was not computing, the largest share first, each with
     what to do about it.
 
@@ -29,6 +36,7 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping
         timeline: the run's.
         settings: the run's job as plain values; defaults are taken where it says nothing.
         pipeline: what `pipeline.measure` found, if there was one.
+        network: what `links.network` found of a run over several hosts.
     """
     seconds = timeline.seconds
     total = seconds["total"]
@@ -37,7 +45,9 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping
     shares = {kind: seconds[kind] / total for kind in ("compute", *_NOTABLE)}
     found = [(share, kind) for kind, share in shares.items() if kind in _NOTABLE and share >= _NOTABLE[kind]]
     several = len(timeline.workers) > 1
-    sentences = [_sentence(kind, share, timeline, settings, pipeline) for share, kind in sorted(found, reverse=True)]
+    sentences = [
+        _sentence(kind, share, timeline, settings, pipeline, network) for share, kind in sorted(found, reverse=True)
+    ]
     busy = shares["compute"] / max(1.0 - shares["start"], 1e-9)
     if busy >= 0.85:
         gain = "nothing to gain from the network or the data" if several else "more workers, or fewer computations"
@@ -55,7 +65,12 @@ def held_back(timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping
 
 
 def _sentence(
-    kind: str, share: float, timeline: Timeline, settings: Mapping[str, Any], pipeline: Mapping[str, Any] | None
+    kind: str,
+    share: float,
+    timeline: Timeline,
+    settings: Mapping[str, Any],
+    pipeline: Mapping[str, Any] | None,
+    network: Mapping[str, Any] | None,
 ) -> str:
     of = f"{_percent(share)} of the workers' time went into"
     if kind == "wait" and pipeline and pipeline["bubble"]["measured"] is not None:
@@ -64,6 +79,8 @@ def _sentence(
         return f"{of} {_waiting(timeline)}"
     if kind == "data":
         return f"{of} waiting for data: {_data_advice(settings)}."
+    if kind == "communicate" and share >= _HELD_BY_LINK and network and (full := fullest(network)) is not None:
+        return f"{of} {_link(full[0], settings)}"
     if kind == "communicate":
         return f"{of} {_communicating(timeline)}"
     if kind == "checkpoint":
@@ -137,6 +154,26 @@ def _excess(timeline: Timeline, who: Who) -> str:
     if more[kind] <= 0:
         return ""
     return f", which spent {_seconds(more[kind])} more per 100 steps {_DOING[kind]}"
+
+
+def _link(link: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """That a link was near its limit, and what moves fewer bytes over it."""
+    rate, limit = (8e-6 * link[key] for key in ("rate", "bandwidth"))
+    ways = []
+    if _name(_get(settings, "strategy", "exchange", "all_reduce")) == "all_reduce":
+        ways.append('`exchange = "diloco"` with an island on each host')
+    if _name(_get(settings, "strategy", "compression", None)) == "none":
+        ways.append('`compression = "power_sgd"`')
+    would = f"; {' or '.join(ways)} would move fewer bytes" if ways else ""
+    return (
+        f"waiting for the link from {link['from']} to {link['to']}, which was near its limit ({rate:.3g} of "
+        f"{limit:.3g} Mbit/s){would}."
+    )
+
+
+def _name(section: Any) -> Any:
+    """The name of what a section of a job, or a bare value in its place, stands for."""
+    return section.get("name") if isinstance(section, Mapping) else section
 
 
 def _communicating(timeline: Timeline) -> str:

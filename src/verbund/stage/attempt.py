@@ -17,9 +17,10 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal
+from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
-from verbund.stage import continuing
+from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.processes import with_trace, workers
@@ -40,10 +41,15 @@ def attempt(
     cluster.check_shared([run.path])
     generation = run.begin_attempt()
     keep_schema(run, job, prepared)
-    journal = Journal(run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb)
+    journal = Journal(
+        run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb, address=cluster.address
+    )
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, job.world, job.checkpoint, journal)
-    for note in [*facts.notes, *(warnings or [])]:
+    for note in facts.notes:
+        journal.event("note", text=note, mesh=True)
+        progress.message(note)
+    for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
     journal.event("membership", generation=generation, workers=job.world)
@@ -52,10 +58,14 @@ def attempt(
     meter = EnergyMeter()
     meter.start()
 
+    links = Links()
+
     def handle(process: Process, message: Message) -> None:
         fields = message.fields
         if message.kind == "progress":
             meter.joules()  # often enough that no counter wraps unseen
+            if cluster.address is not None:
+                links.sample()  # of connections that are closed at the end the last count holds
             progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
             if board is not None:
                 board.step(fields["step"], fields["loss"], samples_per_second=fields["samples_per_second"])
@@ -92,6 +102,8 @@ def attempt(
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
+        if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
+            journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(workers(job, "verbund.stage.train:work", settings, generation))[0]
     except Failed as failed:
         cause = with_trace(failed)
@@ -107,6 +119,8 @@ def attempt(
                 trace=failure.trace,
             )
     finally:
+        if cluster.address is not None:
+            journal.totals("links", links=links.sample(), wire=links.wire())
         for warning in supervisor.warnings:
             journal.event("note", text=warning)
             progress.message(warning)

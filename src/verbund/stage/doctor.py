@@ -42,11 +42,24 @@ class Finding:
         return {**known, "cause": cause.record() if cause else None}
 
 
-def examine(job: Job | None = None) -> list[Finding]:
-    """Looks at everything a run needs; with a job, checks that too, as training would before it starts."""
+def examine(job: Job | None = None, *, network: bool = False) -> list[Finding]:
+    """Looks at everything a run needs; with a job, checks that too, as training would before it starts.
+
+    Args:
+        job: the job.
+        network: measure the links between its hosts.
+
+    Raises:
+        InputError: if the links are to be measured, but there are none.
+    """
+    if network and (job is None or job.cluster.kind != "hosts" or len(job.cluster.hosts) < 2):
+        fix = 'Give a job with `cluster.kind = "hosts"` and two `cluster.hosts` or more'
+        raise InputError("there is no network to measure", where="--network", fix=fix)
     findings = [_versions(), _cores(), _memory(), _shared_memory(), _disk(), _ports(), _clock(), _processes()]
     if job is not None:
         findings += _job(job)
+    if job is not None and network:
+        findings += _network(job)
     return findings
 
 
@@ -160,6 +173,28 @@ def work(worker: object) -> dict[str, float]:
     for _ in range(10):
         group.all_reduce(numbers, "the check")
     return {"sum": result, "seconds": (time.monotonic() - start) / 10}
+
+
+def _network(job: Job) -> list[Finding]:
+    """The links between the hosts of a job, as a run would measure them."""
+    from verbund.stage import before
+    from verbund.stage.network import measure
+
+    try:
+        with before.cluster_of(job) as cluster:
+            found = measure(cluster, job)
+    except Failed as failed:
+        return [Finding("network", "failed", str(failed.error), failed.error)]
+    except VerbundError as error:
+        return [Finding("network", "failed", str(error), error)]
+    return [
+        Finding(
+            f"link {found['hosts'][link['from']]} → {found['hosts'][link['to']]}",
+            "ok",
+            f"{1e3 * link['latency']:.3g} ms, {8e-6 * link['bandwidth']:.3g} Mbit/s",
+        )
+        for link in found["links"]
+    ]
 
 
 def _job(job: Job) -> list[Finding]:

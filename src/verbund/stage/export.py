@@ -11,6 +11,7 @@ from verbund import task
 from verbund.checkpoint import durable
 from verbund.cluster.process import ProcessSpec
 from verbund.errors import InputError, JobError, nearest
+from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before, launch
 from verbund.stage.processes import supervised
@@ -62,7 +63,7 @@ def export(
     }
     try:
         partial.mkdir(parents=True)
-        with before.cluster_of(job) as cluster:
+        with before.cluster_of(_here(job)) as cluster:
             spec = ProcessSpec("worker", 0, 1, "verbund.stage.exporting:work", settings=settings)
             (result,) = supervised(cluster, job, [spec])
         partial.rename(target)  # over an empty folder, if there is one
@@ -71,3 +72,8 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return {"folder": str(target), **result}
+
+
+def _here(job: Job) -> Job:
+    """The job on this machine alone, whatever hosts it has been trained on."""
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"kind": "local", "hosts": []})})

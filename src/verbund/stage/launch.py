@@ -125,6 +125,7 @@ def validate(
             prepared = before.prepared_data(job, notify, known, training=False)
         else:
             prepared = before.prepared_evaluation(job, evaluated, notify, known)
+        cluster.check_shared([run.path])
         settings = {"checkpoint": str(source)}
         return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
 
@@ -162,6 +163,7 @@ def predict(
         prepared = before.prepared_evaluation(
             job, Evaluated(_typed(data), "DATA", labelled=False), before.notifier(quiet), known
         )
+        cluster.check_shared([run.path, target.parent])
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
         settings = {

@@ -42,7 +42,14 @@ def work(worker: Worker) -> dict[str, Any]:
     run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = Journal(run.journal, "worker", island.mesh.rank, worker.spec.generation, limit_mb=job.observe.journal_mb)
+    journal = Journal(
+        run.journal,
+        "worker",
+        island.mesh.rank,
+        worker.spec.generation,
+        limit_mb=job.observe.journal_mb,
+        address=worker.spec.address,
+    )
     links = Links()
     worker.at_end.append(lambda: _close(journal, links, island))
     replica = island.replica(worker)
@@ -53,12 +60,14 @@ def work(worker: Worker) -> dict[str, Any]:
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
     if job.strategy.exchange.local:
-        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal)
+        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
     dropped = restore_exchange(Path(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if exchange is not None:
+        worker.at_end.insert(0, lambda: journal.totals("exchange", **exchange.totals()))
     if (compression := replica.compression) is not None:
         worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:
@@ -70,9 +79,14 @@ def work(worker: Worker) -> dict[str, Any]:
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
-    journal.totals("links", links=links.sample(), shared=island.groups.island.shared_bytes)
-    journal.totals("memory", peak=peak_bytes())
+    _count(journal, links, island)
     journal.close()
+
+
+def _count(journal: Journal, links: Links, island: Island) -> None:
+    """Records the running totals of bytes moved and memory."""
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.island.shared_bytes)
+    journal.totals("memory", peak=peak_bytes())
 
 
 class _Training:
@@ -250,8 +264,7 @@ class _Training:
             self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            self.journal.totals("links", links=self.links.sample(), shared=self.island.groups.island.shared_bytes)
-            self.journal.totals("memory", peak=peak_bytes())
+            _count(self.journal, self.links, self.island)
             self.journal.flush()
 
     def _due(self, every: int | str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from verbund.errors import RunFailed
 from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.report import sections
+from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
@@ -68,7 +69,9 @@ def page(
         section("Curves", sections.curves(summary)),
         section("Where the time went", sections.time(summary, timeline)),
         section("Pipeline", pipeline(summary, journals)),
+        section("Exchange between islands", sections.exchange(summary)),
         section("Compressed gradients", sections.compression(summary)),
+        section("Network", network(summary)),
         section("Bytes, memory, energy", sections.costs(summary)),
         section("Failures", sections.trouble(failures(journals, traces=True))),
         section("Notes", sections.notes(summary)),
