@@ -235,8 +235,9 @@ class Compression(Section):
     """`fp16`, `bf16`: half the bytes; `int8`, `int4`: whole numbers with a scale per block; `sign`: one bit, and the
     mean size per block; `top_k`: the largest values alone; `power_sgd`: matrices as products of two narrow ones."""
     warmup: Annotated[int, Field(ge=0)] | None = None
-    """Steps without compression at the beginning of the training; default 100 for `sign` and `top_k`, else 0."""
-    density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    """Steps without compression at the beginning of the training; default 100 for `sign`, `top_k` and
+    `power_sgd`, which leave out most, else 0."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     """top_k: the share of the values that travels."""
     rank: Annotated[int, Field(ge=1, le=1024)] = 4
     """power_sgd: columns of the two narrow matrices."""
@@ -250,7 +251,7 @@ class Compression(Section):
         """Steps without compression at the beginning of the training."""
         if self.warmup is not None:
             return self.warmup
-        return 100 if self.name in ("sign", "top_k") else 0
+        return 100 if self.name in ("sign", "top_k", "power_sgd") else 0
 
     @model_validator(mode="after")
     def _of_the_method(self) -> Compression:

@@ -73,7 +73,7 @@ def run(method: Compression, world: int, folder: Path, shapes: dict[str, tuple[i
 
 def squeezed(name: str, values: np.ndarray) -> np.ndarray:
     if name == "top_k":
-        kept = np.argsort(-np.abs(values))[: round(0.01 * len(values))]
+        kept = np.argsort(-np.abs(values))[: round(0.05 * len(values))]
         back = np.zeros_like(values)
         back[kept] = values[kept]
         return back

@@ -62,13 +62,20 @@ def largest(values: Tensor, count: int) -> Tensor:
     tenth of the time. If they are too few, all are.
     """
     sizes = values.abs()
-    if count * _SAMPLE < len(values) and count >= _SAMPLE:
+    if _SAMPLE <= count < len(values) // 4:
         sample = sizes[::_SAMPLE]
         rank = count * len(sample) // len(values)
         bound = sample.topk(rank + rank // 4 + 8, sorted=False).values.min()
         candidates = _places(sizes.lt(bound).logical_not_())
         if len(candidates) >= count:
-            return candidates[sizes[candidates].topk(count, sorted=False).indices]
+            return candidates[_top(sizes[candidates], count)]
+    return _top(sizes, count)
+
+
+def _top(sizes: Tensor, count: int) -> Tensor:
+    if sizes.device.type == "cpu":  # does not sort what it finds, as torch's does
+        below = len(sizes) - count
+        return torch.from_numpy(np.argpartition(sizes.numpy(), below)[below:]) if count else sizes.new_empty(0).long()
     return sizes.topk(count, sorted=False).indices
 
 
