@@ -58,7 +58,7 @@ class GradientCompression:
         """
         held = self._held[self._names[id(parameter)]]
         places = {stage % self._mesh.pipeline for stage in held.stages}
-        if len(places) > 1 or (self._mesh.tensor > 1 and held.tensor_cut is None):
+        if not parameter.numel() or len(places) > 1 or (self._mesh.tensor > 1 and held.tensor_cut is None):
             return False
         return takes(self.settings, parameter)
 
