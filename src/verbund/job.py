@@ -568,6 +568,13 @@ class Job(Section):
         """The number of workers."""
         return self.strategy.world
 
+    @property
+    def neighbours(self) -> int:
+        """How many workers the fullest host has."""
+        cluster, islands = self.cluster, self.strategy.islands
+        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if cluster.kind == "hosts" else None
+        return max(map(places.count, places)) if places else self.world
+
 
 def parse_value(text: str) -> Any:
     """The value of `--set KEY=VALUE`: a TOML value, else the text itself."""

@@ -57,7 +57,7 @@ class DryRun:
         self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
         alone = job.model_copy(update={"strategy": Strategy()})
-        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.world)))
+        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.neighbours)))
         batch_workers = Mesh.of(job.strategy, 0).batch_workers
         self.division = Division(batch_workers, self.replica.division.unit, job.train.micro_batch)
         """How the mesh of the job divides a global batch."""
