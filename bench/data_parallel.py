@@ -6,6 +6,8 @@ Both sides are run in turn, as whole commands. Prints one JSON line: per model t
 end of
 the first step, and the steady steps per second (from step 20 on), ours, the peer's, and their ratio; medians over the
 rounds. The peer holds the samples as tensors in memory and indexes them, which is the fastest that a user would write.
+`of_apart` is the share of the speed of two trainings side by side that do not communicate at all, with the same samples
+each.
 """
 
 from __future__ import annotations
@@ -139,37 +141,69 @@ def compare(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     (folder / "peer.py").write_text(PEER.format(model=model, batch=BATCH, warm=WARM_UP))
     (folder / "task.py").write_text(TASK.format(model=model))
     (folder / "job.toml").write_text(JOB.format(batch=BATCH * WORKERS, steps=steps, workers=WORKERS))
-    ours, theirs = [], []
+    (folder / "apart.toml").write_text(JOB.format(batch=BATCH, steps=steps, workers=1))
+    ours, theirs, apart = [], [], []
     for number in range(rounds):
         ours.append(run_ours(folder, steps, number))
         theirs.append(run_peer(folder, steps))
+        apart.append(run_apart(folder, steps, number))
     figures: dict[str, Any] = {}
     for index, key in enumerate(("seconds_to_first_step", "steps_per_second")):
         mine = statistics.median(run[index] for run in ours)
         peer = statistics.median(run[index] for run in theirs)
         figures[key] = {"ours": round(mine, 3), "peer": round(peer, 3), "ratio": round(mine / peer, 3)}
+    speed = statistics.median(apart)
+    figures["steps_per_second"] |= {"apart": round(speed, 3), "of_apart": round(mine / speed, 3)}
     return figures
 
 
 def run_ours(folder: Path, steps: int, number: int) -> tuple[float, float]:
     """Seconds to the end of the first step, and steps per second after the warm-up."""
     start = time.monotonic_ns()
-    command = [sys.executable, "-m", "verbund", "train", "job.toml", "--quiet", "--run", f"run-{number}"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    subprocess.run(command("job.toml", f"run-{number}"), cwd=folder, check=True, capture_output=True)
+    done = ends(folder / f"run-{number}")
+    return figures_of(start, done[0], done[WARM_UP], done[steps - 1], steps)
+
+
+def run_apart(folder: Path, steps: int, number: int) -> float:
+    """Steps per second of trainings side by side that have one worker and one thread each; their mean."""
+    runs = [f"apart-{number}-{worker}" for worker in range(WORKERS)]
+    started = [
+        subprocess.Popen(
+            [*command("apart.toml", run), "--set", "cluster.threads=1"], cwd=folder, stdout=subprocess.DEVNULL
+        )
+        for run in runs
+    ]
+    statuses = [process.wait() for process in started]
+    if any(statuses):
+        raise SystemExit("a training failed")
+    speeds = []
+    for run in runs:
+        done = ends(folder / run)
+        speeds.append(figures_of(0, done[0], done[WARM_UP], done[steps - 1], steps)[1])
+    return statistics.mean(speeds)
+
+
+def command(job: str, run: str) -> list[str]:
+    return [sys.executable, "-m", "verbund", "train", job, "--quiet", "--run", run]
+
+
+def ends(run: Path) -> dict[int, int]:
+    """When the first worker had done each step."""
     done: dict[int, int] = {}
-    for line in (folder / f"run-{number}" / "journal" / "worker-0-1.jsonl").read_text().splitlines():
+    for line in (run / "journal" / "worker-0-1.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["t"] == "spans":
             rows = np.array(record["rows"]).reshape(-1, 4)
             for kind, step, begun, length in rows.tolist():
                 if kind == 0:
                     done[step] = max(done.get(step, 0), begun + length)
-    return figures_of(start, done[0], done[WARM_UP], done[steps - 1], steps)
+    return done
 
 
 def run_peer(folder: Path, steps: int) -> tuple[float, float]:
     start = time.monotonic_ns()
-    command = [
+    launcher = [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -179,7 +213,7 @@ def run_peer(folder: Path, steps: int) -> tuple[float, float]:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "peer.py", "data.npz", str(steps)], cwd=folder, capture_output=True, text=True, env=environment
+        [*launcher, "peer.py", "data.npz", str(steps)], cwd=folder, capture_output=True, text=True, env=environment
     )
     if done.returncode:
         raise SystemExit(f"the peer failed:\n{done.stderr}")

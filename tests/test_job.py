@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from verbund.errors import InputError, JobError, Problem
-from verbund.job import Job, parse_changes
+from verbund.job import Job, parse_changes, parse_strategy
 
 RAW: dict[str, Any] = {"task": "task.py", "train": {"steps": 3}, "data": {"validation": "other.csv"}}
 
@@ -76,6 +76,11 @@ def test_a_key_below_a_value_that_was_left_short() -> None:
         ("data.input", ["a", 2], 'must be text or a list of texts, but is ["a", 2].'),
         ("strategy.mesh", 2, "a table of whole numbers, e.g. `{ data = 2 }`, but is 2."),
         ("strategy.mesh.data", "two", 'but is { data = "two" }.'),
+        ("strategy.compression", 2.5, "none"),
+        ("strategy.compression", {"name": "top_k", "density": 0}, "a number greater than 0 and at most 1, but is 0"),
+        ("strategy.compression", {"name": "int8", "rank": 2}, "`rank` belongs to `power_sgd`, not to `int8`"),
+        ("strategy", {"mesh": {"shard": 2}, "compression": "top_k"}, "the axis `shard`"),
+        ("strategy", {"mesh": {"shard": 2, "data": 2}, "compression": "int8"}, "Use `fp16` or `bf16`"),
         ("task.x", 1, 'arguments, task.x: `task` is "task.py", which has no keys. Set `task` as a whole.'),
         ("train.steps.x", 1, "arguments, train.steps.x: `train.steps` is 3, which has no keys."),
         ("folder", "/", "job.toml, folder: unknown key."),
@@ -101,6 +106,8 @@ def test_what_must_be(key: str, value: Any, words: str) -> None:
         ("cluster.kind", "locale", "local"),
         ("strategy.exchange", "dilocco", "diloco"),
         ("strategy.mesh", {"dta": 2}, "data"),
+        ("strategy.compression", "powersgd", "power_sgd"),
+        ("strategy.compression", "topk", "top_k"),
     ],
 )
 def test_a_misspelt_choice(key: str, typo: Any, meant: str) -> None:
@@ -177,3 +184,9 @@ def refused(key: str, value: Any) -> list[Problem]:
 def test_a_key_that_is_none(key: str) -> None:
     with pytest.raises(InputError, match="is no setting"):
         parse_changes([f"{key}=1"])
+
+
+def test_compression_in_a_strategy() -> None:
+    assert build(**parse_strategy("data=4,compression=int8")).strategy.compression.name == "int8"
+    later = build(**{"strategy.compression": "top_k", "strategy.compression.density": 0.1})
+    assert later.strategy.compression.density == 0.1

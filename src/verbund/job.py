@@ -226,6 +226,54 @@ class Checkpoint(Section):
     """Older checkpoints are pruned until the rest fits; the newest always stays."""
 
 
+class Compression(Section):
+    """Gradients of the axis `data` travel in fewer bytes. What a method leaves out is kept by each worker and added to
+    its gradients of the next step (error feedback)."""
+
+    shorthand = "name"
+    name: Literal["none", "fp16", "bf16", "int8", "int4", "sign", "top_k", "power_sgd"] = "none"
+    """`fp16`, `bf16`: half the bytes; `int8`, `int4`: whole numbers with a scale per block; `sign`: one bit, and the
+    mean size per block; `top_k`: the largest values alone; `power_sgd`: matrices as products of two narrow ones."""
+    warmup: Annotated[int, Field(ge=0)] | None = None
+    """Steps without compression at the beginning of the training; default 100 for `sign` and `top_k`, else 0."""
+    density: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    """top_k: the share of the values that travels."""
+    rank: Annotated[int, Field(ge=1, le=1024)] = 4
+    """power_sgd: columns of the two narrow matrices."""
+    minimum_ratio: Annotated[float, Field(ge=1.0)] = 2.0
+    """power_sgd: matrices that would shrink by less than this factor travel as they are, and so do vectors."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """int8, int4: up or down by a draw (keyed by the seed) whose mean is the value itself, or to the nearest."""
+
+    @property
+    def exact_steps(self) -> int:
+        """Steps without compression at the beginning of the training."""
+        if self.warmup is not None:
+            return self.warmup
+        return 100 if self.name in ("sign", "top_k") else 0
+
+    @model_validator(mode="after")
+    def _of_the_method(self) -> Compression:
+        problems = []
+        for key, methods in _COMPRESSION_KEYS.items():
+            changed = getattr(self, key) != type(self).model_fields[key].default
+            if changed and self.name not in methods:
+                problems.append(f"`{key}` belongs to {' and '.join(f'`{m}`' for m in methods)}, not to `{self.name}`")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+_COMPRESSION_KEYS = {
+    "density": ("top_k",),
+    "rank": ("power_sgd",),
+    "minimum_ratio": ("power_sgd",),
+    "rounding": ("int8", "int4"),
+}
+CASTS = ("fp16", "bf16")
+"""The methods of compression that keep nothing from step to step."""
+
+
 class Exchange(Section):
     """How islands combine what they learn."""
 
@@ -315,7 +363,9 @@ class Strategy(Section):
     chunks: Annotated[int, Field(ge=1, le=64)] | None = None
     """Axis `pipeline`: stages per worker; default 1, or 2 for the interleaved schedules."""
     balance: Literal["cost", "memory"] = "cost"
-    """Axis `pipeline`: stages of equal measured time, or of equal bytes."""
+    """Axis `pipeline`: stages of equal work, counted from what each layer computes, or of equal bytes."""
+    compression: Annotated[Compression, Field(examples=[{"name": "top_k", "density": 0.01}])] = Compression()
+    """Axis `data` (casts: `shard` too): what gradients are sent as. Results are no longer those of one process."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -327,6 +377,12 @@ class Strategy(Section):
                 problems.append(f"axis `{axis}` has {size} workers; it needs at least 1")
         if self.islands < 1:
             problems.append(f"{self.islands} islands; at least 1 is needed")
+        if self.mesh.get("shard", 1) > 1 and self.compression.name not in ("none", *CASTS):
+            problems.append(
+                f"compression `{self.compression.name}` does not work with the axis `shard`: every worker would have "
+                "to keep what was left out of the whole gradient, which the axis is there to avoid. Use `fp16` or "
+                "`bf16`, or the axis `data` alone"
+            )
         if self.chunks is not None and self.chunks > 1 and not self.schedule.startswith("interleaved"):
             problems.append(
                 f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "

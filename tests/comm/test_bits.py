@@ -33,6 +33,19 @@ def test_against_the_reference(case: tuple[int, list[int]]) -> None:
         assert found.tolist() == values
 
 
+@pytest.mark.parametrize("width", [1, 5, 8, 13])
+def test_many(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several goes."""
+    monkeypatch.setattr(bits, "_AT_ONCE", 16)
+    for count in (15, 16, 17, 50):
+        values = np.random.default_rng(count).integers(0, 2**width, count).astype(bits.dtype(width))
+        packed = bits.pack(values, width)
+        assert packed.tobytes() == reference(values.tolist(), width)
+        found = np.empty_like(values)
+        bits.unpack(packed, width, found)
+        assert np.array_equal(found, values)
+
+
 @pytest.mark.parametrize("width", range(1, 33))
 def test_wider_types_and_views_are_packed_alike(width: int) -> None:
     values = np.random.default_rng(width).integers(0, 2**width, (5, 7), np.uint64)

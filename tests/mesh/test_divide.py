@@ -8,12 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import models
 from verbund.cluster.local import LocalCluster
+from verbund.comm.collectives import Group
+from verbund.comm.compression.casts import Casts
 from verbund.errors import InputError
-from verbund.job import parse_strategy
+from verbund.job import Compression, parse_strategy
+from verbund.mesh.divide import whole
 from verbund.mesh.held import Cut, Held, cut
+from verbund.mesh.shard import Shards
+from verbund.mesh.traffic import Traffic
 from verbund.stage.verify import verify
 
 
@@ -75,3 +81,26 @@ def test_a_worker_holds_its_share(mesh: str, most: float, shared_cluster: LocalC
     assert len(alone) == 1
     whole = alone[0]["parameters"] + alone[0]["gradients"]
     assert max(part["parameters"] + part["gradients"] for part in divided) <= most * whole
+
+
+def test_few_blocks_gradients_are_added_up_at_a_time() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    group = Group(None, 0, 1, torch.device("cpu"), 0.0)
+    shards = Shards(model, whole(model).held, group, 3, Traffic([0], 1, 2), Casts(Compression(), group))
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(unit._leaving is not None for unit in shards._order))
+
+    for layer in model:
+        layer.register_full_backward_pre_hook(look)
+    shards.begin()
+    shards.gather_rest(training=True)
+    shards.before_backward(last=True)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    shards.after_backward()
+    look()
+    assert most == 2
+    shards.finish()
+    assert all(held.values.grad is not None for held in shards.held)

@@ -158,7 +158,7 @@ def test_existing_directory_is_left_alone(make_job: MakeJob, tmp_path: Path) -> 
 
 
 def test_more_memory_than_there_is(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "free_memory", lambda: 1000)
+    monkeypatch.setattr(local, "available_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"workers need about .* of memory"):
         run_job(changes={"strategy.mesh": {"data": 3}})
 

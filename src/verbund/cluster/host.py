@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund.errors import InputError
+from verbund.observe.memory import available_bytes
 
 _PACKAGES = ("torch", "numpy")
 _MARK = ".verbund-shared-"
@@ -42,7 +43,7 @@ def facts(address: str, folder: str) -> dict[str, Any]:
         os.chdir(folder)
     except OSError as error:
         problem = problem or f"does not see the folder {folder} ({error.strerror}), where the command runs"
-    return {"versions": versions(), "free": free_memory(), "problem": problem}
+    return {"versions": versions(), "free": available_bytes(), "problem": problem}
 
 
 def check(name: str, told: Mapping[str, Any]) -> None:
@@ -84,18 +85,6 @@ def source_of(target: str) -> str:
         except OSError as error:
             raise InputError(f"cannot be reached: {error.strerror}", where=f"host {target}") from None
         return str(sock.getsockname()[0])
-
-
-def free_memory() -> int | None:
-    """Bytes that new processes can have; None if the kernel does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def mark(folder: Path) -> Path:

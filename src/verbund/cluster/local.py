@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from verbund.cluster.forked import PRELOAD, ForkedCluster
-from verbund.cluster.host import free_memory
 from verbund.cluster.server import WarmServer
 from verbund.comm.rendezvous import Meeting
+from verbund.observe.memory import available_bytes
 
 
 class LocalCluster(ForkedCluster):
@@ -39,4 +39,4 @@ class LocalCluster(ForkedCluster):
 
     def free_memory(self) -> dict[str, int | None]:
         """Of this machine."""
-        return {"": free_memory()}
+        return {"": available_bytes()}

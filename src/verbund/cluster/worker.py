@@ -182,6 +182,9 @@ def describe(error: BaseException) -> dict[str, Any]:
     fix = None
     text = text_of(error)
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        fix = "Give a smaller `train.micro_batch`, or fewer workers on this machine"
+        fix = (
+            "Give a smaller `train.micro_batch`, fewer workers on this machine, or a mesh that divides the model, such "
+            "as shard=2"
+        )
     what = f"{type(error).__name__}: {shortened(text.splitlines()[0])}" if text else type(error).__name__
     return {"error": RunFailed(what, where=where, fix=fix).record(), "trace": trace}

@@ -242,11 +242,18 @@ class Group:
             return None
         if self._shared is not None and _adds(values):
             return self._shared.start_reduce_scatter(target, values)
-        received = torch.empty_like(values).view(-1)
-        work = self._started(
-            lambda: self._backend(values).alltoall_base(received, values.view(-1), [], []), "a reduce-scatter"
+        received = torch.empty_like(values).view(self.world, -1)
+        return _Added(self.start_all_to_all(received, values), target, received)
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
+        """Starts sending the r-th of `world` equal parts of `sent` to worker r; `received` gets what the others sent,
+        by rank. Both contiguous and of equal size. `finish` waits for it."""
+        if self.world == 1:
+            received.copy_(sent)
+            return None
+        return self._started(
+            lambda: self._backend(sent).alltoall_base(received.view(-1), sent.view(-1), [], []), "an all-to-all"
         )
-        return _Added(work, target, received.view(self.world, -1))
 
     def start_broadcast(self, tensor: Tensor, root: int) -> Work | None:
         """Starts giving worker `root`'s values to all, in place; `finish` waits for it."""

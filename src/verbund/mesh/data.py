@@ -4,7 +4,8 @@ all-reduced as sums, overlapped with the backward pass.
 Gradients are gathered into flat buckets in the reverse order of the parameters, which is about the order in which
 the backward pass makes them (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3). The last bucket carries,
 after its gradients, everything else that a step must agree on: loss, weight, flags, which parameters were used, and
-running statistics. So a step costs no collective besides those of its gradients.
+running statistics. So a step costs no collective besides those of its gradients. Where gradients are compressed, the
+last bucket is not: it carries what is added up as it is.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from verbund.comm.collectives import Group, Work
+from verbund.comm.compression.sums import CompressedSums, Stamps
 from verbund.errors import InputError
+from verbund.mesh.compression import GradientCompression
 
 # Large enough that a collective's latency does not count, small enough that most of a large model is under way before
 # the backward pass ends; measured on two cores with models of 1 to 80 MB.
 BUCKET_BYTES = 4 << 20
 _WEIGHT_UNIT = 4096.0
-_NUMBERS = 4  # loss, weight in units of 4096, rest of the weight, flag
+_NUMBERS = 5  # loss, weight in units of 4096, rest of the weight, flag, workers whose gradients are not finite
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,6 @@ class StepSums:
     extra: Tensor
 
 
-@dataclass(frozen=True)
-class Stamps:
-    """When one bucket was launched, when this worker had nothing but it to wait for, and when it was there (ns)."""
-
-    arrival: int
-    blocked: int
-    done: int
-
-
 class _Bucket:
     """A flat stretch of memory that holds the gradients of some parameters."""
 
@@ -63,8 +57,15 @@ class _Bucket:
         self.views = [like(piece, p) for piece, p in zip(pieces[:-1], parameters, strict=True)]
         self.tail = pieces[-1]
         self.missing = len(parameters)
+        self.compressed: int | None = None
+        """Its number among those that are compressed."""
         self.work: Work | None = None
         self.arrival = 0
+
+    @property
+    def gradients(self) -> Tensor:
+        """All of it but the numbers at its end."""
+        return self.flat[: self.flat.numel() - self.tail.numel()]
 
     def collect(self) -> None:
         """Copies into the bucket whatever gradients are not there yet; what has none becomes zero."""
@@ -77,6 +78,19 @@ class _Bucket:
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
+
+
+def _groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that share a bucket: of one dtype, and of no more bytes than that, but for one that is larger."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not groups or size + parameter.nbytes > BUCKET_BYTES or parameter.dtype != groups[-1][0].dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.nbytes
+    return groups
 
 
 def like(piece: Tensor, parameter: Tensor) -> Tensor:
@@ -107,10 +121,16 @@ class GradientSums:
         extras: how many extra numbers travel with the gradients (running statistics).
         beyond: groups whose members hold other parts of the same replica, and with whom the numbers, but no
             gradients, are added up after that; the last of them without the extra numbers.
+        compression: of the gradients, if the job has any.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: Group, extras: int = 0, beyond: Sequence[Group] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        extras: int = 0,
+        beyond: Sequence[Group] = (),
+        compression: GradientCompression | None = None,
     ) -> None:
         self._group = group
         self._beyond = beyond
@@ -123,6 +143,11 @@ class GradientSums:
         self._numbers = torch.zeros(tail, dtype=dtype, device=self._parameters[0].device)
         self._extras = extras
         self.stamps: list[Stamps] = []
+        self.exact = False
+        """Nothing is compressed while this is set."""
+        self._compression = compression
+        self._compressed: CompressedSums | None = None
+        self._compressing = False
         if group.world > 1:
             self._cut(tail)
 
@@ -134,17 +159,26 @@ class GradientSums:
     def gradients(self) -> list[Tensor]:
         """The gradients as few tensors: whole buckets where there are any. To scale them or take their norm."""
         if self._buckets:
-            return [bucket.flat[: bucket.flat.numel() - bucket.tail.numel()] for bucket in self._buckets]
+            return [bucket.gradients for bucket in self._buckets]
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def begin(self) -> None:
-        """Forgets the gradients of the former step."""
+    def begin(self, step: int = 0, scale: float = 1.0) -> None:
+        """Forgets the gradients of the former step.
+
+        Args:
+            step: the number of the one that begins.
+            scale: a factor that its gradients have for their precision's sake.
+        """
         for parameter in self._parameters:
             parameter.grad = None
         self._launched = 0
         self._overlapping = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
+        if self._compressed is not None and self._compression is not None:
+            self._compressing = not self.exact and step >= self._compression.settings.exact_steps
+            if self._compressing:
+                self._compressed.begin(step, scale)
 
     def overlap(self) -> None:
         """From now on a bucket is sent as soon as its last gradient is there: the backward pass that follows is the
@@ -160,7 +194,7 @@ class GradientSums:
         numbers = self._numbers
         high, low = divmod(weight, _WEIGHT_UNIT)
         used = [0.0 if p.grad is None else 1.0 for p in self._parameters] if self._buckets else []
-        known = torch.tensor([high, low, flag, *used], dtype=numbers.dtype)
+        known = torch.tensor([high, low, flag, 0.0, *used], dtype=numbers.dtype)
         numbers[0] = loss
         numbers[1 : 1 + len(known)] = known
         if extra is not None and self._extras:
@@ -173,10 +207,15 @@ class GradientSums:
             values = self._buckets[-1].tail
         values = self._with_others(values)
         extras = values[len(values) - self._extras :]
-        loss_, high_, low_, flags, *counts = values[: len(values) - self._extras].tolist()
+        loss_, high_, low_, flags, unfit, *counts = values[: len(values) - self._extras].tolist()
+        weight = high_ * _WEIGHT_UNIT + low_
+        if self._compressing and self._compressed is not None and self._compression is not None:
+            unused = self._compression.unused(self._parameters, counts)
+            self._compressed.finish(take=weight != 0, finite=unfit == 0, unused=unused)
+            self.stamps += self._compressed.stamps
         if self._buckets:
             self._hand_over(counts)
-        return StepSums(loss_, high_ * _WEIGHT_UNIT + low_, flags, extras)
+        return StepSums(loss_, weight, flags, extras)
 
     def _with_others(self, values: Tensor) -> Tensor:
         """Adds up the numbers with the workers that have other samples (axis `shard`) or other layers."""
@@ -195,16 +234,17 @@ class GradientSums:
         return values
 
     def _cut(self, tail: int) -> None:
-        groups: list[list[nn.Parameter]] = [[]]
-        size = 0
-        for parameter in reversed(self._parameters):
-            bytes_ = parameter.numel() * parameter.element_size()
-            last = groups[-1]
-            if last and (size + bytes_ > BUCKET_BYTES or parameter.dtype != last[0].dtype):
-                groups.append([])
-                size = 0
-            groups[-1].append(parameter)
-            size += bytes_
+        takes = self._compression.takes if self._compression is not None else lambda _: False
+        backwards = self._parameters[::-1]
+        compressed = _groups([p for p in backwards if takes(p)])
+        for number, parameters in enumerate(compressed):
+            bucket = _Bucket(parameters, 0, self._group)
+            bucket.compressed = number
+            self._buckets.append(bucket)
+        if self._compression is not None and compressed:
+            stretches = [(bucket.flat, bucket.parameters) for bucket in self._buckets]
+            self._compressed = self._compression.build(self._group, stretches)
+        groups = _groups([p for p in backwards if not takes(p)])
         for index, parameters in enumerate(groups):
             carries = index == len(groups) - 1 and parameters[0].dtype == self._numbers.dtype
             self._buckets.append(_Bucket(parameters, tail if carries else 0, self._group))
@@ -235,7 +275,12 @@ class GradientSums:
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.arrival = time.monotonic_ns()
-        bucket.work = self._group.start_all_reduce(bucket.flat)
+        if self._compressing and self._compressed is not None and bucket.compressed is not None:
+            self._compressed.start(bucket.compressed)
+        else:
+            bucket.work = self._group.start_all_reduce(bucket.flat)
+            if self._compressed is not None and not self.exact:
+                self._compressed.plain(bucket.flat.nbytes)
         self._launched += 1
 
     def _send_rest(self) -> None:
@@ -244,12 +289,16 @@ class GradientSums:
             bucket = self._buckets[self._launched]
             bucket.collect()
             if bucket.tail.numel():
+                if self._compressing and self._compressed is not None:
+                    self._numbers[_NUMBERS - 1] = float(not self._compressed.sent())
                 bucket.tail.copy_(self._numbers)
             self._launch(bucket)
 
     def _wait(self) -> None:
         blocked = time.monotonic_ns()
         for bucket in self._buckets:
+            if bucket.work is None:
+                continue
             self._group.finish(bucket.work, "the all-reduce of the gradients")
             bucket.work = None
             done = time.monotonic_ns()

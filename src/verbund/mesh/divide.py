@@ -3,7 +3,8 @@ samples: see `data.py`.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 
 from verbund.cluster.worker import describe
 from verbund.comm.collectives import Group
+from verbund.comm.compression.casts import Casts
 from verbund.errors import InputError, VerbundError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.held import Cut, Held, become
 from verbund.mesh.pipeline import cut as cuts
-from verbund.mesh.pipeline import schedule
 from verbund.mesh.pipeline.run import Pipeline
 from verbund.mesh.pipeline.stages import Stages
 from verbund.mesh.pipeline.trace import on_meta, run_on_meta
@@ -119,7 +120,7 @@ def divide(
         groups: this worker's peers.
         randomness: learns which draws are cut.
         call: calls a model with an example.
-        costs: of each layer, for stages; None: bytes of parameters.
+        costs: of each layer, for stages; None: by the parameters' sizes.
 
     Raises:
         InputError: if the model cannot be cut so: which module, and what would work.
@@ -130,7 +131,7 @@ def divide(
         traffic = Traffic(mesh.peers("tensor"), mesh.world, 1)
         cut_operations(model, task, made, Axis(groups.tensor, traffic), randomness, call)
     if mesh.pipeline > 1:
-        _cut_layers(model, task, job, mesh, groups, made, call, costs)
+        _cut_layers(model, task, job, mesh, groups, made, call, costs, randomness)
     first = mesh.place("tensor") == 0
     for held in made.held:
         held.primary = (held.tensor_cut is not None or first) and mesh.place("pipeline") == _home(held, mesh)
@@ -140,7 +141,10 @@ def divide(
         level = job.strategy.zero
         if made.pipeline is not None and job.strategy.schedule.endswith("zero_bubble"):
             level = min(level, 2)  # the later half of a backward pass needs the parameters once more
-        made.shards = Shards(model, made.held, groups.shard, level, Traffic(mesh.peers("shard"), mesh.world, 2))
+        traffic = Traffic(mesh.peers("shard"), mesh.world, 2)
+        made.shards = Shards(
+            model, made.held, groups.shard, level, traffic, Casts(job.strategy.compression, groups.shard)
+        )
         made.held = made.shards.held
     if made.pipeline is not None:
         made.tied = _tied(made, mesh, groups)
@@ -328,23 +332,25 @@ def _stretch(full: int, length: int, found: list[Cut], axis: Axis) -> tuple[int,
 # -- the axis `pipeline` -----------------------------------------------------------------------------------------
 
 
-def starts(model: nn.Module, layers: cuts.Layers, job: Job, mesh: Mesh, costs: list[float] | None) -> list[int]:
+def starts(
+    layers: cuts.Layers, job: Job, mesh: Mesh, sizes: dict[str, int], costs: Sequence[float] | None
+) -> list[int]:
     """The first layer of every pipeline stage.
 
     Args:
-        model: on any device.
         layers: of the model.
         job: how stages are to be balanced.
         mesh: the axes.
-        costs: of each layer; None: bytes of parameters.
+        sizes: of the whole parameters, the same on all workers.
+        costs: of each layer; None: by the parameters' sizes.
 
     Raises:
-        InputError: if there are fewer layers than stages.
+        InputError: if there are fewer places to cut than stages.
     """
     strategy = job.strategy
     if costs is None or strategy.balance == "memory":
-        costs = cuts.memory_costs(layers, {name: p.numel() for name, p in model.named_parameters()})
-    return cuts.starts(layers, costs, schedule.stages(strategy.schedule, mesh.pipeline, strategy.stages_per_worker))
+        costs = cuts.memory_costs(layers, sizes)
+    return cuts.starts(layers, costs, mesh.pipeline, strategy.stages_per_worker)
 
 
 def _cut_layers(
@@ -356,9 +362,10 @@ def _cut_layers(
     made: Divided,
     call: Call,
     costs: list[float] | None,
+    randomness: SampleRandomness | None,
 ) -> None:
     found = cuts.layers(model, task.pipeline_plan() if task.pipeline_plan is not None else None, call)
-    firsts = starts(model, found, job, mesh, costs)
+    firsts = starts(found, job, mesh, {held.name: math.prod(held.shape) for held in made.held}, costs)
     mine = set(range(mesh.place("pipeline"), len(firsts), mesh.pipeline))
     away: dict[int, nn.Parameter] = {}
     kept = []
@@ -379,10 +386,4 @@ def _cut_layers(
         if min(stage % mesh.pipeline for stage in stages) != mesh.place("pipeline"):
             made.buffers.discard(name)
     made.held = kept
-    if not any(held.values.requires_grad for held in kept):
-        raise InputError(
-            f"stage {mesh.place('pipeline')} has no parameter to train",
-            where="strategy.mesh.pipeline",
-            fix="Use fewer stages",
-        )
-    made.pipeline = Pipeline(Stages(model, found.paths, firsts), groups.pipeline)
+    made.pipeline = Pipeline(Stages(model, found.paths, firsts, randomness), groups.pipeline)

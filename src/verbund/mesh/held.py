@@ -126,6 +126,9 @@ class Held:
             if high > low:
                 yield from boxes
             return
+        if not self.shape[0]:
+            yield from boxes  # of nothing, but under its name: a checkpoint has it too
+            return
         for box, place in boxes:
             first = place[0].start
             start, end = max(low, first), min(high, first + box.length[0])

@@ -80,6 +80,16 @@ def build(
         ) from error
 
 
+def state_share(spec: Optimizer) -> float:
+    """How many bytes an optimiser keeps for each byte of a parameter, from a step with a small one."""
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    built = build([("", parameter)], spec.model_copy(update={"groups": []}))
+    built.step()
+    kept = sum(value.nbytes for value in built.state[parameter].values() if isinstance(value, Tensor) and value.dim())
+    return kept / parameter.nbytes
+
+
 def check(spec: Optimizer) -> list[Problem]:
     """What is wrong with the name and the arguments of an optimiser, without a model."""
     name = spec.name.lower()

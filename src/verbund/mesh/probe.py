@@ -60,7 +60,8 @@ def probe(replica: Replica, batch: Batch) -> Probe:
     shares = [size] * replica.mesh.islands
     copies = replica.groups.batch.world
     size = sum(replica.joint(shares))
-    sums = replica.gradients(iter([batch]), 1, 0, shares, 0.0, _silent())
+    with replica.uncompressed():
+        sums = replica.gradients(iter([batch]), 1, 0, shares, 0.0, _silent())
     scale = size / copies / (replica.loss_scale.scale if replica.loss_scale else 1.0)
     names = {name: index for index, (name, _) in enumerate(replica.model.named_parameters())}
     squares = torch.zeros(len(names), _PARTS, dtype=torch.float64, device=replica.device)

@@ -6,11 +6,12 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from verbund import objectives
@@ -22,6 +23,7 @@ from verbund.errors import DataError, RunFailed, TaskError, VerbundError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, equality, initial, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
@@ -61,6 +63,7 @@ class Replica:
         example: some samples, where the mesh divides the model.
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
+        unbuilt: the task's model without values, where it is only to be looked at.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Replica:
         example: Batch | None = None,
         costs: list[float] | None = None,
         deferred: bool = False,
+        unbuilt: nn.Module | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -85,7 +89,9 @@ class Replica:
         if not job.train.compile:
             optimizer.without_dynamo()
         recorded = _recorded(task, job.seed) if deferred and mesh.divides_model else None
-        model = recorded.model if recorded is not None else task.build().to(self.device)
+        model = unbuilt
+        if model is None:
+            model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
@@ -114,6 +120,8 @@ class Replica:
         trained = divided.trained
         self.names = [held.name for held in trained]
         self.parameters = [held.values for held in trained]
+        if not trained:  # all that this worker's stages hold is frozen
+            self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
         self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
         self.ema: ExponentialMovingAverage | None = None
@@ -135,7 +143,10 @@ class Replica:
         self.buffers = batch_statistics.BufferDeltas(model)
         self._running_statistics = batch_statistics.running_statistics(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
-        self._sums = GradientSums(self.parameters, groups.data, extras=self.buffers.size, beyond=beyond)
+        self.compression: GradientCompression | None = None
+        if job.strategy.compression.name != "none":
+            self.compression = GradientCompression(job.strategy.compression, trained, mesh, job.seed, self.shards)
+        self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression)
         self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
@@ -199,10 +210,11 @@ class Replica:
         size = sum(joint)
         low, high = self.division.share(sizes[self.mesh.island], self.mesh.place("data", "shard"))
         leading = len(joint) == 1 or not any(joint[: self.mesh.island])
-        self._sums.begin()
+        self._sums.begin(step, self.loss_scale.scale if self.loss_scale else 1.0)
         self.buffers.begin(first=leading and low == 0 < high)
         if self.shards is not None:
             self.shards.begin()
+            self.shards.casts.begin(step, self._sums.exact)
             self.shards.gather_rest(training=True)
         self.doing("computing", step)
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(size, 1)
@@ -217,6 +229,10 @@ class Replica:
         self.doing("computing", step)
         stamps = self._sums.stamps
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
+        if self.compression is not None and stamps:
+            for former, later in pairwise(stamps):
+                journal.add("compute", step, former.done, later.blocked)
+            journal.add("compute", step, stamps[-1].done, clock())
         for index, stamp in enumerate(stamps):
             number = index_among(self._summing, self.mesh.world, index)
             journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
@@ -358,13 +374,22 @@ class Replica:
                 return False
             if self.train.clip_norm is not None and norm > self.train.clip_norm:
                 factor *= self.train.clip_norm / norm
-        if factor != 1.0:
+        if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update()
         return True
+
+    @contextmanager
+    def uncompressed(self) -> Iterator[None]:
+        """Within the block gradients are added up as they are."""
+        self._sums.exact = True
+        try:
+            yield
+        finally:
+            self._sums.exact = False
 
     def dry_step(self, batch: Batch, size: int) -> None:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""
@@ -486,8 +511,18 @@ class Replica:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def pieces(self, kind: str) -> Iterator[Piece]:
-        """What this replica holds of `kind`; see `State.pieces`."""
+        """What this replica holds of `kind`; see `State.pieces` and, for `exchange`, which no two replicas have alike,
+        `GradientCompression.pieces`."""
+        if kind == "exchange":
+            return self.compression.pieces() if self.compression is not None else iter(())
         return self.state.pieces(kind)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of tensors that this worker keeps between steps, by kind; see `State.held_bytes`."""
+        mine = self.state.held_bytes()
+        if self.compression is not None:
+            mine["compression"] = self.compression.held_bytes()
+        return mine
 
     def check_equal(self, step: int) -> None:
         """Compares all replicas that add up their gradients; see `equality.check`."""
@@ -501,6 +536,11 @@ class Replica:
             "chunks": self.strategy.stages_per_worker,
             "micro_batches": len(self.plan(sizes)),
         }
+
+
+def _placeholder(model: nn.Module) -> nn.Parameter:
+    """A parameter without elements, which is trained and saved nowhere."""
+    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
 
 
 def _recorded(task: Task, seed: int) -> initial.Recorded | None:

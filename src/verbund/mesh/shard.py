@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group, Work
+from verbund.comm.compression.casts import Casts
 from verbund.mesh.held import Held, become
 from verbund.mesh.traffic import Traffic
 from verbund.randomness.override import Override
+
+# Blocks whose gradients are added up at the same time.
+_UNDER_WAY = 2
 
 
 class _Share:
@@ -75,16 +79,18 @@ class _Unit:
         gathers: the workers, for gathering.
         sums: the same workers once more, for gradients: the two never wait for each other.
         traffic: takes note of the time blocked.
+        casts: what gradients are sent as.
     """
 
-    def __init__(self, shares: list[_Share], gathers: Group, sums: Group, traffic: Traffic) -> None:
+    def __init__(self, shares: list[_Share], gathers: Group, sums: Group, traffic: Traffic, casts: Casts) -> None:
         self.shares = shares
         self.gathered = True
         self._gathers, self._sums = gathers, sums
         self._traffic = traffic
+        self._casts = casts
         self._size = sum(share.size for share in shares)
         self._arriving: tuple[Work | None, Tensor, Tensor, int] | None = None
-        self._leaving: tuple[Work | None, Tensor, Tensor, int] | None = None
+        self._leaving: tuple[Work | None, Tensor, Tensor | None, Any, int] | None = None
         self._trained = [share for share in shares if share.parameter.requires_grad]
         # A gradient goes through frozen parameters after those of the trained ones are there.
         self.partly_frozen = len(self._trained) < len(shares)
@@ -165,18 +171,27 @@ class _Unit:
                     share.parameter.grad = None
                     share.used = True
                 at += share.size
+            cast = self._casts.encoded(sent)
             total = sent.new_empty(self._size)
-        self._leaving = (self._sums.start_reduce_scatter(total, sent), total, sent, time.monotonic_ns())
+            received = torch.empty_like(cast) if cast is not sent else None
+        if received is None:
+            work = self._sums.start_reduce_scatter(total, sent)
+        else:
+            work = self._sums.start_all_to_all(received, cast)
+        self._leaving = (work, total, received, (sent, cast), time.monotonic_ns())
 
     def collect(self) -> None:
         """Waits for the sums under way and adds them to this worker's gradients."""
         if self._leaving is None:
             return
-        work, total, _, begun = self._leaving
+        work, total, received, _, begun = self._leaving
         self._leaving = None
         with self._traffic.timed(begun):
             self._sums.finish(work, "the reduce-scatter of gradients")
         with torch.no_grad():
+            if received is not None:
+                rows = self._casts.decoded(received, total.new_empty(self._sums.world, self._size))
+                torch.sum(rows, 0, out=total)
             at = 0
             for share in self.shares:
                 values = share.values
@@ -232,9 +247,13 @@ class Shards:
         group: the workers.
         level: ZeRO's stage.
         traffic: takes note of what the exchanges cost.
+        casts: what gradients are sent as.
     """
 
-    def __init__(self, model: nn.Module, held: Sequence[Held], group: Group, level: int, traffic: Traffic) -> None:
+    def __init__(
+        self, model: nn.Module, held: Sequence[Held], group: Group, level: int, traffic: Traffic, casts: Casts
+    ) -> None:
+        self.casts = casts
         self.level = level
         self.traffic = traffic
         self._gathers = group.part("shard gathers", list(range(group.world)))
@@ -272,7 +291,7 @@ class Shards:
         for share in shares:
             kinds.setdefault(share.values.dtype, []).append(share)
         for members in kinds.values():
-            yield _Unit(members, self._gathers, self._sums, self.traffic)
+            yield _Unit(members, self._gathers, self._sums, self.traffic, self.casts)
 
     def _hook(self, parameter: nn.Parameter, unit: _Unit, place: int) -> None:
         def arrived(_: Tensor) -> None:
@@ -285,6 +304,8 @@ class Shards:
 
     def _launch(self) -> None:
         unit = self._order[self._launched]
+        if self._launched >= _UNDER_WAY:
+            self._order[self._launched - _UNDER_WAY].collect()  # else the gradients of all blocks would be here at once
         self._launched += 1
         if self._last or self.level > 1:
             unit.reduce()

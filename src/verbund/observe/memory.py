@@ -1,4 +1,4 @@
-"""Memory of this process. No torch."""
+"""Memory of this process, and what there is left. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MACHINE = Path("/proc/meminfo")
+# Of a container: the limit and what is used of it, of version 2 of the kernel's control groups.
+_CONTAINER = Path("/sys/fs/cgroup")
 _UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -17,13 +20,8 @@ def peak_bytes() -> int:
     The kernel's `VmHWM` where there is one, which a fork does not inherit from a larger parent once it is
     reset; else `ru_maxrss`.
     """
-    try:
-        for line in _STATUS.read_bytes().splitlines():
-            if line.startswith(b"VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return _resource_peak()
-    return _resource_peak()
+    peak = _kilobytes(_STATUS, "VmHWM:")
+    return _resource_peak() if peak is None else peak
 
 
 def reset_peak() -> bool:
@@ -33,6 +31,38 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+def available_bytes() -> int | None:
+    """The memory that is free on this machine, or in this container; None where nobody says."""
+    found = [_kilobytes(_MACHINE, "MemAvailable:"), _of_container()]
+    return min((size for size in found if size is not None), default=None)
+
+
+def left_to_process() -> int | None:
+    """What this process may still take, where a limit (`ulimit -v`) is set on it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _kilobytes(_STATUS, "VmSize:")
+    return None if limit == resource.RLIM_INFINITY or taken is None else max(limit - taken, 0)
+
+
+def _of_container() -> int | None:
+    try:
+        limit = (_CONTAINER / "memory.max").read_text().strip()
+        used = int((_CONTAINER / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else max(int(limit) - used + int(statistics.get("inactive_file", 0)), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _kilobytes(path: Path, key: str) -> int | None:
+    """The value of a line such as `VmHWM:  1234 kB`, in bytes."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), None)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _resource_peak() -> int:

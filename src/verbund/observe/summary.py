@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verbund.observe.compression import measure as measure_compression
 from verbund.observe.directions import best, larger_is_better
 from verbund.observe.energy import NOT_MEASURED
 from verbund.observe.journal import Floats, ProcessJournal, read
@@ -55,8 +56,9 @@ def summarise(
     `steps` is the number of optimiser steps done; in `loss.curve` a step's number is that of its ticket, from
     0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
     that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
-    says, and None where there was none; so is `network` as `links.network` says. `memory_promise`
-    says per worker which bytes of the model's state it held, and their share of what one process alone would hold.
+    says, and None where there was none; so is `network` as `links.network` says. `memory_promise` says per worker which
+    bytes of the model's state it held, and their share of what one process alone would hold. `compression` is as
+    `compression.measure` says.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -86,6 +88,7 @@ def summarise(
         "network": between,
         "samples_per_second": speed,
         "pipeline": pipeline,
+        "compression": measure_compression(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),

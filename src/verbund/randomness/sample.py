@@ -160,6 +160,16 @@ class SampleRandomness:
         """
         self._cuts = draws
 
+    def uses(self) -> dict[str, int]:
+        """How often each module drew in this pass so far."""
+        return dict(self._pass.uses) if self._pass is not None else {}
+
+    def skip(self, uses: dict[str, int]) -> None:
+        """Goes on as if modules had drawn so many times more."""
+        if self._pass is not None:
+            for name, count in uses.items():
+                self._pass.uses[name] = self._pass.uses.get(name, 0) + count
+
     # -- passes --------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, ids: Tensor) -> None:

@@ -38,13 +38,17 @@ class Facts:
     worker_bytes: int
     notes: list[str]
     costs: list[float] | None
-    """Seconds of each layer at which a pipeline may be cut."""
+    """The work of each layer at which a pipeline may be cut."""
     deferred: bool
     """Whether workers can build their parts of the model alone."""
     probe: dict[str, Any] | None
     """What some samples give in the whole model."""
-    other_meshes: dict[str, int]
-    """What a worker would need under other meshes of as many workers, in bytes."""
+    other_meshes: list[tuple[str, int, int]]
+    """Other meshes, what a worker would need under each, in bytes, and how many there would be."""
+    process_bytes: int | None
+    """What a single process may take, if that is limited."""
+    built: bool
+    """Whether the model fitted into one process, so that it was tried."""
 
 
 @contextmanager
@@ -162,7 +166,9 @@ def settings_of(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
 
 def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
     """One micro-batch forward and backward, in a process of its own, before any worker starts."""
-    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings_of(job, prepared))
+    available = next(iter(cluster.free_memory().values()))
+    settings = settings_of(job, prepared, available=available)
+    spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings)
     supervisor = Supervisor(cluster, job.cluster, lambda *_: None)
     try:
         (result,) = supervisor.run([spec])
@@ -180,24 +186,47 @@ def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
 
 
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:
-    """Raises InputError if a host has not the memory for its workers."""
+    """Whether each host has the memory for its workers, and a process may take what a worker needs.
+
+    Raises:
+        InputError: naming meshes that would fit.
+    """
     places = cluster.placed(job.world)
-    divided = job.world > job.strategy.islands * job.strategy.mesh.get("data", 1)
     for number, (host, available) in enumerate(cluster.free_memory().items()):
-        workers = places.count(number)
-        need = facts.worker_bytes * workers
-        if available is None or need <= available:
-            continue
-        fit = max(available // max(facts.worker_bytes, 1), 0)
-        fixes = [f"use at most {fit} workers{' there' if host else ''}"] if fit and not divided else []
-        others = facts.other_meshes.items()
-        fixes += [f"use the mesh {name}" for name, size in others if size * workers <= available]
-        raise InputError(
-            f"{workers} worker{'s' if workers > 1 else ''} need about {need / 1e9:.1f} GB of memory ("
-            f"{'estimated from' if divided else 'measured in'} a dry run of one), {available / 1e9:.1f} GB are free"
-            + (f" on host {host}" if host else ""),
-            where="strategy.mesh",
-            fix=", or ".join(
-                [*fixes, "a smaller `train.micro_batch`" if fixes else "Use a smaller `train.micro_batch`"]
-            ),
-        )
+        _check_host(job, facts, host, available, places.count(number))
+
+
+def _check_host(job: Job, facts: Facts, host: str, available: int | None, world: int) -> None:
+    need = facts.worker_bytes
+
+    def fits(size: int, workers: int) -> bool:
+        within = facts.process_bytes is None or size <= facts.process_bytes
+        return within and (available is None or size * workers <= available)
+
+    if not world or fits(need, world):
+        return
+    divided = job.world > job.strategy.islands * job.strategy.mesh.get("data", 1)
+    how = "estimated" if divided else "measured"
+    how = f"{how} {'from' if divided else 'in'} a dry run of one" if facts.built else "estimated without a dry run"
+    if facts.process_bytes is not None and need > facts.process_bytes:
+        what = f"a worker needs about {_size(need)} of memory ({how}), and a process may take "
+        what += _size(facts.process_bytes)
+    else:
+        what = f"{world} worker{'s' if world > 1 else ''} need about {_size(need * world)} of memory ({how}), "
+        what += f"{_size(available or 0)} are free"
+    if host:
+        what += f" on host {host}"
+    fewer = max((n for n in range(1, world) if fits(need, n)), default=0)
+    fixes = [f"use at most {fewer} workers{' there' if host else ''}"] if fewer and not divided else []
+    meshes: dict[str, str] = {}
+    for name, size, workers in facts.other_meshes:
+        if fits(size, -(-workers * world // job.world)):
+            meshes.setdefault(name.partition("=")[0], name)
+    fixes += [f"use the mesh {' or '.join(meshes.values())}"] if meshes else []
+    fixes.append("a smaller `train.micro_batch`" if fixes else "use a smaller `train.micro_batch`")
+    fix = ", or ".join(fixes)
+    raise InputError(what, where="strategy.mesh", fix=f"{fix[0].upper()}{fix[1:]}")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import verbund
 from verbund import metrics
@@ -29,6 +29,7 @@ from verbund.mesh.replica import Replica, call
 from verbund.stage.island import augmentation, example_of
 from verbund.stage.layers import Layers
 from verbund.stage.outputs import Outputs
+from verbund.stage.unbuilt import follow
 from verbund.stage.validate import wanted
 from verbund.task import Task
 
@@ -48,16 +49,29 @@ class DryRun:
         train_set: what would be trained on.
         order: of the samples.
         total_steps: as far as they are bounded.
+        unbuilt: the model without values, where it does not fit into this process: nothing is computed then, but
+            shapes are.
     """
 
     def __init__(
-        self, job: Job, task: Task, prepared: Prepared, train_set: Samples, order: Order, total_steps: int | None
+        self,
+        job: Job,
+        task: Task,
+        prepared: Prepared,
+        train_set: Samples,
+        order: Order,
+        total_steps: int | None,
+        unbuilt: nn.Module | None = None,
     ) -> None:
         self._outputs = Outputs(task)
         self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
         alone = job.model_copy(update={"strategy": Strategy()})
-        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.neighbours)))
+        place = device.choose(0, job.neighbours)
+        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(place), unbuilt=unbuilt)
+        self._built = unbuilt is None
+        self.activations = 0
+        """Bytes that a forward pass keeps, of a model that was not built."""
         batch_workers = Mesh.of(job.strategy, 0).batch_workers
         self.division = Division(batch_workers, self.replica.division.unit, job.train.micro_batch)
         """How the mesh of the job divides a global batch."""
@@ -77,6 +91,12 @@ class DryRun:
         """
         self._check_groups()
         low, high = self._first_pass()
+        self.whole: Probe | None = None
+        if not self._built:
+            self.batch = self._attempt(lambda: self._batch(low, high))
+            self.activations = self._attempt(lambda: follow(self.replica, self._task, self.batch))
+            self._check_single_samples()
+            return []
         self.whole = self._attempt(self._probe) if self._compared() else None
         self.batch = batch = self._attempt(lambda: self._batch(low, high))
         before = _versions(self.replica)
@@ -234,6 +254,9 @@ class DryRun:
         return next((g for g in candidates if all(size % g != 1 for size in self._sizes)), None)
 
     def _train_forward(self, batch: Batch) -> None:
+        if not self._built:
+            follow(self.replica, self._task, batch)
+            return
         columns = {name: value.to(self.replica.device) for name, value in batch.columns.items()}
         self.replica.model.train()
         with torch.no_grad(), self.replica.randomness.active(0, torch.from_numpy(batch.ids)):

@@ -3,29 +3,27 @@ the memory there is."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.job import AXES, Job
-from verbund.mesh import divide, initial
+from verbund.mesh import divide, initial, optimizer
 from verbund.mesh.axes import Mesh
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
-from verbund.mesh.replica import Replica, call, record
+from verbund.mesh.replica import Replica, record
+from verbund.mesh.shard import blocks
 from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
+from verbund.stage.unbuilt import with_loss
 from verbund.task import Task
 
-_REPEATS = 3
+# Numbers of workers that are worth naming.
+_WORLDS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,14 @@ class Need:
 
     Args:
         tensors: parameters, gradients, optimiser states, averages and the copy that a checkpoint is written from.
+        buckets: of gradients, which replicas add up in them.
+        gathered: what the axis `shard` has whole for a moment.
         rest: activations and what else a dry run took.
     """
 
     tensors: int
+    buckets: int
+    gathered: int
     rest: int
 
     def of(self, mesh: Mesh, largest_stage: float) -> int:
@@ -47,9 +49,9 @@ class Need:
             mesh: the axes.
             largest_stage: the share of all parameters that the largest pipeline stage has.
         """
-        kept = self.tensors * largest_stage / (mesh.shard * mesh.tensor)
-        # The whole parameters of a few blocks are there for a moment; of 4 or more copies one is the parameters.
-        gathered = self.tensors * largest_stage / (4 * mesh.tensor) / 2 if mesh.shard > 1 else 0.0
+        joint = mesh.data * mesh.islands > 1
+        kept = (self.tensors + (self.buckets if joint else 0)) * largest_stage / (mesh.shard * mesh.tensor)
+        gathered = self.gathered * largest_stage / mesh.tensor if mesh.shard > 1 else 0.0
         return int(kept + gathered + self.rest / (mesh.tensor * mesh.pipeline))
 
 
@@ -59,14 +61,14 @@ class Fit:
 
     Args:
         worker_bytes: of the worker that needs most, estimated unless nothing is divided.
-        costs: seconds of each layer's forward and backward pass, where there is a pipeline.
-        others: meshes of as many workers in which a worker needs less, with what it would need.
+        costs: of each layer, in no unit, where there is a pipeline.
+        others: other meshes, what a worker would need, and how many there would be.
         notes: for the user.
     """
 
     worker_bytes: int
     costs: list[float] | None
-    others: dict[str, int]
+    others: list[tuple[str, int, int]]
     notes: list[str]
 
 
@@ -94,9 +96,10 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     largest = 1.0
     if mesh.pipeline > 1:
         plan = task.pipeline_plan() if task.pipeline_plan is not None else None
-        layers = cut.layers(model, plan, call_example)
-        costs = measure(replica, task, layers, batch)
-        starts = divide.starts(model, layers, job, mesh, costs)
+        layers = cut.layers(model, plan, with_loss(call_example, task, batch))
+        costs = layers.work
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        starts = divide.starts(layers, job, mesh, sizes, costs)
         largest = _largest_stage(model, layers, starts, mesh)
         notes.append(_stages_note(layers, starts, costs, mesh))
     if mesh.tensor > 1:
@@ -108,64 +111,17 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     return Fit(need.of(mesh, largest), costs, _others(mesh, need), notes)
 
 
-def can_be_deferred(task: Task, seed: int, notes: list[str]) -> bool:
-    """Whether the model can be built without values and filled part by part, so that no worker ever holds it whole."""
+def unbuilt(task: Task, seed: int, notes: list[str]) -> nn.Module | None:
+    """The model without its parameters' values, if it can be built so: then each worker can fill its own part, and none
+    ever holds it whole."""
     try:
-        record(task, seed).fill(lambda *_: None)
+        recorded = record(task, seed)
+        buffers = {name for name, _ in recorded.model.named_buffers()}
+        recorded.fill(lambda name, values: values if name in buffers else None)
     except initial.NotRecordable as error:
         notes.append(f"Every worker builds the whole model before it keeps its part: {error}")
-        return False
-    return True
-
-
-def measure(replica: Replica, task: Task, layers: Layers, batch: Batch) -> list[float]:
-    """Seconds that each layer's forward and backward pass take, the fastest of some; what is before the first layer
-    belongs to it, and what is after the last, the loss too, to the last."""
-    model = replica.model
-    forward: list[float] = []
-    backward: list[tuple[int, float]] = []
-
-    def follow(index: int, module: nn.Module) -> list[Any]:
-        def begins(*_: Any) -> None:
-            forward.append(time.perf_counter())
-
-        def ends(_module: nn.Module, _args: Any, output: Any) -> None:
-            tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            if tensors:
-                tensors[0].register_hook(lambda _: backward.append((index, time.perf_counter())))  # type: ignore[no-untyped-call]
-
-        return [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
-
-    handles = [h for index, path in enumerate(layers.paths) for h in follow(index, model.get_submodule(path))]
-    columns = {name: value.to(replica.device) for name, value in batch.columns.items()}
-    best: list[float] = []
-    try:
-        model.train()
-        for _ in range(_REPEATS):
-            forward.clear()
-            backward.clear()
-            inputs, targets = task.inputs(columns), task.targets(columns)
-            start = time.perf_counter()
-            with replica.randomness.active(0, torch.from_numpy(batch.ids)):
-                total = task.loss(call(model, inputs), targets).total.sum()
-            middle = time.perf_counter()
-            total.backward()  # type: ignore[no-untyped-call]
-            end = time.perf_counter()
-            model.zero_grad(set_to_none=True)
-            taken = [b - a for a, b in pairwise([start, *forward[1:], middle])]
-            arrivals = dict(backward)
-            moment = middle
-            for index in range(len(taken) - 1, 0, -1):
-                # When the gradient of the layer before is there, this one's backward pass is over.
-                done = arrivals.get(index - 1, moment)
-                taken[index] += max(done - moment, 0.0)
-                moment = max(done, moment)
-            taken[0] += end - moment
-            best = [min(pair) for pair in zip(best, taken, strict=True)] if best else taken
-    finally:
-        for handle in handles:
-            handle.remove()
-    return best
+        return None
+    return recorded.model
 
 
 def _largest_stage(model: nn.Module, layers: Layers, starts: Sequence[int], mesh: Mesh) -> float:
@@ -189,28 +145,75 @@ def _stages_note(layers: Layers, starts: Sequence[int], costs: list[float], mesh
     return f"Pipeline stages {', '.join(parts)}; the busiest has {1 / max(even, 1e-12):.2f} times the mean work"
 
 
-def _others(mesh: Mesh, need: Need) -> dict[str, int]:
-    world = mesh.size(*AXES)
-    found = {}
-    for axis in AXES[1:]:
-        other = Mesh(**{axis: world}, islands=mesh.islands)
-        if world > 1 and other != mesh:
-            found[f"{axis}={world}"] = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
+def _others(mesh: Mesh, need: Need) -> list[tuple[str, int, int]]:
+    """One axis alone: with as many workers in an island, and with more."""
+    found = []
+    mine = mesh.size(*AXES)
+    for world in dict.fromkeys((mine, *_WORLDS)):
+        if world < max(mine, 2):
+            continue
+        for axis in AXES[1:]:
+            other = Mesh(**{axis: world}, islands=mesh.islands)
+            if other != mesh:
+                size = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
+                found.append((f"{axis}={world}", size, other.world))
     return found
 
 
-def need_of(replica: Replica, peak: int, workers: int) -> Need:
+def need_of(replica: Replica, job: Job, peak: int) -> Need:
     """What a replica that has taken a step needs.
 
     Args:
         replica: undivided.
+        job: its strategy.
         peak: bytes by which the process has grown.
-        workers: how many there will be.
     """
     model = replica.model
     states = [v for state in replica.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     averages = [v for _, v in replica.ema.named_tensors()] if replica.ema is not None else []
     saved = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *states, *averages])
     gradients = sum(p.nbytes for p in replica.parameters)
-    # Besides: the copy that a checkpoint is written from, and the buckets of the all-reduce.
-    return Need(2 * saved + gradients * (2 if workers > 1 else 1), max(peak - saved - gradients, 0))
+    # Besides: the copy that a checkpoint is written from.
+    return Need(
+        2 * saved + gradients, gradients * _copies(job), _gathered(model, job), max(peak - saved - gradients, 0)
+    )
+
+
+def estimated_need(replica: Replica, job: Job, activations: int = 0) -> Need:
+    """What a replica would need whose model has no values.
+
+    Args:
+        replica: undivided.
+        job: its optimiser and strategy.
+        activations: bytes of what a forward pass keeps for the backward pass.
+    """
+    gradients = sum(p.nbytes for p in replica.parameters)
+    states = int(gradients * optimizer.state_share(job.train.optimizer))
+    averages = gradients if replica.ema is not None else 0
+    saved = sum(t.nbytes for t in [*replica.model.parameters(), *replica.model.buffers()]) + states + averages
+    return Need(2 * saved + gradients, gradients * _copies(job), _gathered(replica.model, job), activations)
+
+
+def _copies(job: Job) -> int:
+    """What adding up gradients, or exchanging parameters, takes of memory, in copies of what is trained: the buckets;
+    of a compression what was not sent yet, its copy, and messages; of an exchange the common values, their copy to be
+    saved, the differences and the moments."""
+    compressed = job.strategy.compression.name != "none"
+    return 1 + 3 * compressed + 4 * job.strategy.exchange.local
+
+
+def dry_run_bytes(model: nn.Module, job: Job) -> int:
+    """What the dry run of a model would take at least: its tensors, gradients, the optimiser's states, averages."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    copies = 1 + optimizer.state_share(job.train.optimizer) + (job.train.ema is not None)
+    return int(sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) + trained * copies)
+
+
+def _gathered(model: nn.Module, job: Job) -> int:
+    """The whole parameters and gradients that the axis `shard` has at a time."""
+    total = sum(p.nbytes for p in model.parameters())
+    if job.strategy.zero < 3:
+        return 2 * total
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks(model)]
+    # A block and the next one, each as it arrives and laid out; gradients of two, as they leave and as they arrive.
+    return total - sum(sizes) + 8 * max(sizes, default=0)

@@ -14,14 +14,17 @@ from verbund.data.manifest import Manifest
 from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
-from verbund.errors import InputError, Problem, nearest
-from verbund.job import Job
+from verbund.errors import InputError, Problem, VerbundError, nearest
+from verbund.job import CASTS, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
-from verbund.observe.memory import peak_bytes
+from verbund.observe.memory import left_to_process, peak_bytes
+from verbund.stage import fit
 from verbund.stage.dry_run import DryRun
-from verbund.stage.fit import can_be_deferred, examine, need_of
 from verbund.stage.validate import wanted
+
+# What a model takes beside its tensors while it takes a step: activations, and what is there for a moment.
+_MARGIN = 1.25
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -53,28 +56,55 @@ def work(worker: Worker) -> dict[str, Any]:
             fix="Give `data.validation_fraction`",
         )
     notes: list[str] = []
-    deferred = Mesh.of(job.strategy, 0).divides_model and can_be_deferred(task, job.seed, notes)
+    unbuilt = fit.unbuilt(task, job.seed, notes) if Mesh.of(job.strategy, 0).divides_model else None
+    deferred = unbuilt is not None
+    process = left_to_process()
+    room = min((size for size in (worker.settings["available"], process) if size is not None), default=None)
+    if unbuilt is not None:
+        whole = fit.dry_run_bytes(unbuilt, job)
+        if room is None or _MARGIN * whole <= room:
+            unbuilt = None
+        else:
+            notes.append(_left_out(whole, room))
     before = peak_bytes()
-    dry = DryRun(job, task, prepared, train_set, order, total)
+    try:
+        dry = DryRun(job, task, prepared, train_set, order, total, unbuilt)
+        found = dry.work(validation_set)
+    except VerbundError as error:
+        if not deferred and notes and "memory" in error.what:
+            raise InputError(f"{error.what}. {notes[0]}", where=error.where, fix=error.fix) from error
+        raise
     replica = dry.replica
-    notes += [*prepared.notes, *_notes(job, dry, order), *dry.work(validation_set)]
-    need = need_of(replica, max(peak_bytes() - before, 0), job.world)
+    notes += [*prepared.notes, *_notes(job, dry, order), *found]
+    need = fit.estimated_need(replica, job, dry.activations)
+    if unbuilt is None:
+        need = fit.need_of(replica, job, max(peak_bytes() - before, 0))
     parameters = sum(p.numel() for p in replica.parameters)
-    fit = examine(replica, task, job, dry.batch, need)
+    suits = fit.examine(replica, task, job, dry.batch, need)
     facts = {
         "tickets_per_epoch": order.tickets_per_epoch,
         "total_steps": total,
         "train_samples": len(train_set),
         "validation_samples": len(validation_set) if validation_set is not None else 0,
         "parameters": parameters,
-        "worker_bytes": fit.worker_bytes,
-        "other_meshes": fit.others,
-        "costs": fit.costs,
+        "worker_bytes": suits.worker_bytes,
+        "other_meshes": suits.others,
+        "process_bytes": process,
+        "built": unbuilt is None,
+        "costs": suits.costs,
         "deferred": deferred,
         "probe": dry.whole.record() if dry.whole is not None else None,
-        "notes": [*notes, *fit.notes],
+        "notes": [*notes, *suits.notes],
     }
     return {"problems": [], "facts": facts}
+
+
+def _left_out(whole: int, room: int) -> str:
+    return (
+        f"The dry run was left out: the model takes {whole / 1e9:.1f} GB in one process, and {room / 1e9:.1f} GB are "
+        "free. Shapes, names and the mesh are checked; what only values show (a loss that is not finite, buffers that "
+        "depend on the division, whether the divided model computes what the whole one does) is not"
+    )
 
 
 def total_steps(job: Job, order: Order) -> int | None:
@@ -123,6 +153,14 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         given = [key for key in keys if key in set_ and getattr(job.strategy, key) != default[key]]
         if given and job.strategy.mesh.get(axis, 1) == 1:
             notes.append(f"`strategy.{given[0]}` has no effect without the axis `{axis}`")
+    method = job.strategy.compression.name
+    if method != "none":
+        exchanged = ["data", "shard"] if method in CASTS else ["data"]
+        joint = job.strategy.islands if not job.strategy.exchange.local else 1
+        if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
+            notes.append("`strategy.compression` has no effect without the axis `data`")
+        else:
+            notes.append(f"Gradients travel as `{method}`, which is inexact: results are not those of a single process")
     cores = device.cores()
     if job.neighbours > cores and not torch.cuda.is_available():
         notes.append(

@@ -10,6 +10,7 @@ import torch
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import CheckpointError
 from verbund.exchange.local_steps import LocalSteps
+from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
@@ -59,17 +60,19 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     return state
 
 
-def restore_exchange(path: Path, exchange: LocalSteps | None) -> list[str]:
-    """Gives an exchange what the checkpoint has of its state, after `restore`.
+def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) -> list[str]:
+    """Gives an exchange, and the compression of gradients, what the checkpoint has of their state, after `restore`.
 
     Returns:
-        what had to be dropped, in sentences.
+        what does not go on as if there had been no break, in sentences.
     """
     checkpoint = Checkpoint.open(path, verify=False)
+    note = compression.load(checkpoint, replica.compression)
+    notes = [note] if note else []
     if exchange is not None:
-        return exchange.load(checkpoint, checkpoint.step)
+        return notes + exchange.load(checkpoint, checkpoint.step)
     record = checkpoint.state.get("exchange")
-    return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
+    return notes + ([f"The state of the exchange `{record['name']}` was dropped"] if record else [])
 
 
 def same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:

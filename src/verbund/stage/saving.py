@@ -71,16 +71,17 @@ class Saver:
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""
         replica, mesh = self._replica, self._replica.mesh
+        own = list(replica.pieces("exchange"))
         if self._exchange is None:
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
-            return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data))
+            return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data) + own)
         self._exchange.drain()
         with self._exchange.swapped():
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
             if mesh.island:  # the first one speaks for all
                 pieces = [replace(piece, owner=False) for piece in pieces]
             pieces += self._exchange.pieces()
-            return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data))
+            return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
     def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
         rank = self._replica.mesh.rank

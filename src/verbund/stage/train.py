@@ -61,11 +61,13 @@ def work(worker: Worker) -> dict[str, Any]:
     exchange = None
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal)
-    dropped = restore_exchange(Path(source), exchange) if source else []
+    dropped = restore_exchange(Path(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
-    worker.at_end.insert(0, lambda: journal.totals("held", **replica.state.held_bytes()))
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if (compression := replica.compression) is not None:
+        worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
     training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)

@@ -37,6 +37,8 @@ def verify(
     limit, in one process too. So where the limits are not kept both train once more in float64: if they agree there to
     four more digits, what differs is rounding, and the strategy has passed.
 
+    Compression of gradients is inexact, and left out.
+
     Args:
         job: what to train.
         against: another strategy to compare with, e.g. `data=2`; default: a single process.
@@ -46,7 +48,7 @@ def verify(
     Returns:
         `passed`; `strategy` and `against`; `losses` of both; and under `differences` for `loss`, `gradients`,
         `parameters` and `buffers` the largest relative `difference`, its `limit`, the `tensor` and the `step`; under
-        `float64` the differences there, if they were needed.
+        `float64` the differences there, if they were needed; `left_out`, what of the strategies was not compared.
 
     Raises:
         InputError: if the job or a strategy is wrong.
@@ -68,6 +70,7 @@ def verify(
                 notify(f"float64 was not possible: {error}")
             else:
                 found |= {"passed": exact["passed"], "float64": exact["differences"]}
+    found["left_out"] = _inexact(job, against)
     return found
 
 
@@ -115,7 +118,22 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     }
     if strategy is not None:
         changes |= parse_strategy(strategy)
+    changes["strategy.compression"] = {"name": "none"}
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
+
+
+def _inexact(job: Job, against: str | None) -> list[str]:
+    """Which compressions of the strategies were not used, each with what it is."""
+    methods = [job.strategy.compression.name]
+    if against is not None:
+        other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
+        methods.append(other.strategy.compression.name)
+    return [
+        f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up as "
+        "they are"
+        for name in dict.fromkeys(methods)
+        if name != "none"
+    ]
 
 
 def _compare(cluster: Cluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:
@@ -159,6 +177,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         largest = max(worst["difference"] for worst in exact.values())
         verdict = "what differs is rounding, which this model amplifies" if found["passed"] else "this is not rounding"
         shown.append(f"in float64 the largest difference is {largest:.1e}: {verdict}")
+    shown += found.get("left_out", [])
     missing = found["missing"]
     return [*shown, *(f"only on one side: {name}" for name in missing[:8]), *(["…"] if len(missing) > 8 else [])]
 

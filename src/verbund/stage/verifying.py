@@ -68,7 +68,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "losses": losses,
         "records": records,
         "fused": _fused(replica),
-        "tensor_bytes": replica.state.held_bytes(),
+        "tensor_bytes": replica.held_bytes(),
     }
 
 

@@ -74,15 +74,16 @@ class SharedGroup:
 
     def start_all_reduce(self, tensor: Tensor, maximum: bool = False) -> Started | None:
         """Starts adding up `tensor`, or taking the maximum, in place."""
-        count, itemsize = tensor.numel(), tensor.dtype.itemsize
-        if count * itemsize * self.channel.world <= ALONE:
-            return self._started([SumAlone(tensor.view(-1), maximum, self._reducer)], tensor) if count else None
-        place = self._host.arena.place_of(tensor)
+        count, itemsize, world = tensor.numel(), tensor.dtype.itemsize, self.channel.world
         flat = tensor.detach().view(-1)
-        if place is not None:
+        if count * itemsize * world <= ALONE:
+            return self._started([SumAlone(flat, maximum, self._reducer)], tensor) if count else None
+        if (place := self._host.arena.place_of(tensor)) is not None:
             return self._started([SumResident(flat, place, maximum, self._reducer)], tensor)
+        # Two that both add up everything move less than two that fetch what the other has added up.
+        kind = SumAlone if world == 2 else SumShared
         parts = torch.split(flat, piece(itemsize))
-        return self._started([SumShared(part, maximum, self._reducer) for part in parts], tensor)
+        return self._started([kind(part, maximum, self._reducer) for part in parts], tensor)
 
     def start_all_gather(self, whole: Tensor, share: Tensor) -> Started | None:
         """Starts gathering the members' equal shares, by rank, in `whole`."""

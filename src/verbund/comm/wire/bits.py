@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 WIDEST = 32
 _LANES = (0x0000_0000_0000_0001, 0x0000_0001_0000_0001, 0x0001_0001_0001_0001)
+_AT_ONCE = 1 << 16  # numbers whose words stay in the cache; a multiple of eight
 _WORD = np.dtype("<u8")
 
 
@@ -51,16 +52,13 @@ def pack(values: NDArray[Any], width: int) -> NDArray[np.uint8]:
     packed = np.empty(packed_size(flat.size, width), np.uint8)
     for plane in range(planes):
         packed[plane * flat.size : (plane + 1) * flat.size] = flat >> np.uint8(8 * plane) & np.uint8(255)
-    if rest:
-        padded = np.zeros((flat.size + 7) // 8 * 8, np.uint8)
-        padded[: flat.size] = flat >> np.uint8(8 * planes)
-        words = padded.view(_WORD)
-        for step, lanes in enumerate(reversed(_LANES)):
-            size = rest << step
-            mask = (1 << size) - 1
-            gap = (8 << step) - size
-            words = words & np.uint64(mask * lanes) | words >> np.uint64(gap) & np.uint64((mask << size) * lanes)
-        packed[planes * flat.size :].reshape(-1, rest)[:] = words.view(np.uint8).reshape(-1, 8)[:, :rest]
+    groups = packed[planes * flat.size :].reshape(-1, rest or 1)
+    for start in range(0, flat.size if rest else 0, _AT_ONCE):
+        some = flat[start : start + _AT_ONCE]
+        padded = np.zeros((some.size + 7) // 8 * 8, np.uint8)
+        padded[: some.size] = some >> np.uint8(8 * planes)
+        words = _together(padded.view(_WORD), rest).view(np.uint8)
+        groups[start // 8 : (start + padded.size) // 8] = words.reshape(-1, 8)[:, :rest]
     return packed
 
 
@@ -76,19 +74,35 @@ def unpack(packed: NDArray[np.uint8], width: int, into: NDArray[Any]) -> None:
         into[:] = packed[:count]
         for plane in range(1, planes):
             into |= packed[plane * count : (plane + 1) * count].astype(into.dtype) << into.dtype.type(8 * plane)
-    if rest:
-        groups = np.zeros(((count + 7) // 8, 8), np.uint8)
-        groups[:, :rest] = packed[planes * count :].reshape(-1, rest)
-        words = groups.reshape(-1).view(_WORD)
-        for step, lanes in reversed(list(enumerate(reversed(_LANES)))):
-            size = rest << step
-            mask = (1 << size) - 1
-            gap = (8 << step) - size
-            words = words & np.uint64(mask * lanes) | (words & np.uint64((mask << size) * lanes)) << np.uint64(gap)
-        found = words.view(np.uint8)
-        if found[count:].any():
+    groups = packed[planes * count :].reshape(-1, rest or 1)
+    for start in range(0, count if rest else 0, _AT_ONCE):
+        some = into[start : start + _AT_ONCE]
+        padded = np.zeros(((some.size + 7) // 8, 8), np.uint8)
+        padded[:, :rest] = groups[start // 8 : start // 8 + len(padded)]
+        found = _apart(padded.reshape(-1).view(_WORD), rest).view(np.uint8)
+        if found[some.size :].any():
             raise ValueError("what fills up the last group of numbers is not zero")
         if planes:
-            into |= found[:count].astype(into.dtype) << into.dtype.type(8 * planes)
+            some |= found[: some.size].astype(into.dtype) << into.dtype.type(8 * planes)
         else:
-            into[:] = found[:count]
+            some[:] = found[: some.size]
+
+
+def _together(words: NDArray[np.uint64], rest: int) -> NDArray[np.uint64]:
+    """Moves the eight numbers of each word together, from eight bits each to `rest`."""
+    for step, lanes in enumerate(reversed(_LANES)):
+        size = rest << step
+        mask = (1 << size) - 1
+        gap = (8 << step) - size
+        words = words & np.uint64(mask * lanes) | words >> np.uint64(gap) & np.uint64((mask << size) * lanes)
+    return words
+
+
+def _apart(words: NDArray[np.uint64], rest: int) -> NDArray[np.uint64]:
+    """Undoes `_together`."""
+    for step, lanes in reversed(list(enumerate(reversed(_LANES)))):
+        size = rest << step
+        mask = (1 << size) - 1
+        gap = (8 << step) - size
+        words = words & np.uint64(mask * lanes) | (words & np.uint64((mask << size) * lanes)) << np.uint64(gap)
+    return words

@@ -59,6 +59,9 @@ class Connection:
         self._body_limit = body_limit
         self._header_limit = header_limit
         self._stall = stall
+        self.sent_bytes = 0
+        """Bytes of whole messages that were sent."""
+        self.received_bytes = 0
         self._sending = threading.Lock()
         self._torn = [False, False]  # whether a frame was left half-sent, half-received
 
@@ -104,6 +107,7 @@ class Connection:
             self._torn[0] = True
             for part in parts:
                 send_all(self._stream, part, deadline, self._stall)
+            self.sent_bytes += len(first) + size
             self._torn[0] = False
         finally:
             self._sending.release()
@@ -147,6 +151,7 @@ class Connection:
             if place is None:
                 arrays[array.name] = values
         self._torn[1] = False
+        self.received_bytes += PREFIX.size + header_size + body_size
         return Message(kind, fields, arrays, frozenset(places).intersection(array.name for array in described))
 
     def _array(self, array: Described, place: Array | None, deadline: float | None, seen: Any) -> Array:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
 from verbund.mesh.initial.tape import NotRecordable
+from verbund.mesh.users_line import users_line
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -21,7 +20,6 @@ _DEVICE = torch.ops.prim.device.default
 _COMPATIBLE = torch.ops.aten._has_compatible_shallow_copy_type.default
 ASKED_OF_ALL = frozenset((_DEVICE, _COMPATIBLE))
 """Operations that every hollow tensor answers, whether anything is recorded or not."""
-_NOT_THE_USERS = tuple(f"{Path(module).parent}/" for module in (torch.__file__, __file__))
 
 
 class Hollow(Tensor):
@@ -104,18 +102,3 @@ def refused(name: str, why: str) -> NotRecordable:
     if hasattr(mode, "refusal"):
         mode.refusal = mode.refusal or str(error)
     return error
-
-
-def users_line(where: FrameType | TracebackType | None) -> str:
-    """`, FILE:LINE` of the innermost line that is neither torch's nor ours, or nothing."""
-    found = ""
-    while where is not None:
-        traceback = isinstance(where, TracebackType)
-        code = where.tb_frame.f_code if isinstance(where, TracebackType) else where.f_code
-        line = where.tb_lineno if isinstance(where, TracebackType) else where.f_lineno
-        if not code.co_filename.startswith((*_NOT_THE_USERS, "<")):
-            found = f", {code.co_filename}:{line}"
-            if not traceback:
-                break
-        where = where.tb_next if isinstance(where, TracebackType) else where.f_back
-    return found

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbund.mesh.initial.hollow import META, Hollow, refused, users_line
+from verbund.mesh.initial.hollow import META, Hollow, refused
 from verbund.mesh.initial.recorder import Recorder
 from verbund.mesh.initial.replay import Store, plan
 from verbund.mesh.initial.tape import NotRecordable, Operation, Ref
+from verbund.mesh.users_line import users_line
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> Recorded:

@@ -18,7 +18,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from verbund.errors import TaskError
-from verbund.mesh.pipeline.trace import OnMeta, to_meta
+from verbund.mesh.pipeline.trace import WITHOUT_VALUES, OnMeta, to_meta
+from verbund.randomness import SampleRandomness
 from verbund.randomness.override import Override
 
 
@@ -43,10 +44,18 @@ class Stages:
         model: parameters that no stage of this worker needs are on the meta device.
         paths: of the layers' first modules, in the order of their calls.
         starts: the first layer of every stage.
+        randomness: keyed by how often a module drew, in the layers that are left out too.
     """
 
-    def __init__(self, model: nn.Module, paths: Sequence[str], starts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Sequence[str],
+        starts: Sequence[int],
+        randomness: SampleRandomness | None = None,
+    ) -> None:
         self.model = model
+        self.randomness = randomness
         self.count = len(starts)
         self._ends = [*starts[1:], len(paths)]
         self._starts = list(starts)
@@ -79,7 +88,7 @@ class Stages:
         self.first, self.end = self._starts[stage], self._ends[stage]
         self.before = stage > 0
         self.known = {}
-        self.received = received or []
+        self.received = [_entering(x) if x.requires_grad else x for x in received or []]
         self.running = True
         try:
             if stage == 0:
@@ -109,6 +118,23 @@ class Stages:
         return tree_map(lambda x: known.get(id(x), x) if isinstance(x, Tensor) and x.is_meta else x, value)
 
 
+class _Entering(torch.autograd.Function):
+    """What was received, as the result of an operation: a layer may change it in place, which it may not a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _entering(received: Tensor) -> Tensor:
+    entered: Tensor = _Entering.apply(received)  # type: ignore[no-untyped-call]
+    return entered
+
+
 class _Gate(Override):
     """The first module of a layer."""
 
@@ -117,7 +143,7 @@ class _Gate(Override):
         self._stages = stages
         self._index = index
         self._path = path
-        self._outputs: dict[Any, Any] = {}
+        self._outputs: dict[Any, tuple[Any, dict[str, int]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stages = self._stages
@@ -166,21 +192,30 @@ class _Gate(Override):
 
     def _skip(self, args: Any, kwargs: Any) -> Any:
         """An output of the right shapes; nothing is computed."""
+        randomness = self._stages.randomness
         leaves, spec = tree_flatten((to_meta(args), to_meta(kwargs)))
-        key = (spec, torch.is_grad_enabled(), *(_described(leaf) for leaf in leaves))
+        key = (spec, torch.is_grad_enabled(), self.module.training, *(_described(leaf) for leaf in leaves))
         if key not in self._outputs:
             if len(self._outputs) >= 64:
                 self._outputs.clear()
             module = self.module
+            before = randomness.uses() if randomness is not None else {}
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             module.forward = self.inner
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     args, kwargs = tree_unflatten(leaves, spec)
-                    self._outputs[key] = to_meta(functional_call(module, to_meta(tensors), args, kwargs))
+                    output = to_meta(functional_call(module, to_meta(tensors), args, kwargs))
             finally:
                 module.forward = self
-        return self._outputs[key]
+            after = randomness.uses() if randomness is not None else {}
+            drawn = {name: count - before.get(name, 0) for name, count in after.items()}
+            self._outputs[key] = output, {name: count for name, count in drawn.items() if count}
+            return output
+        output, drawn = self._outputs[key]
+        if randomness is not None:
+            randomness.skip(drawn)
+        return output
 
 
 def _described(leaf: Any) -> Any:
@@ -214,7 +249,7 @@ class _Regions(OnMeta):
         args, kwargs = stages.replaced(args), stages.replaced(kwargs)
         left = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
         name = getattr(func, "__name__", "")
-        if left and name not in _WITHOUT_VALUES:
+        if left and name not in WITHOUT_VALUES:
             shapes = ", ".join(str(list(x.shape)) for x in left)
             raise TaskError(
                 f"`{name}` uses a value {shapes} that an earlier pipeline stage computed and that is not handed from "
@@ -224,6 +259,3 @@ class _Regions(OnMeta):
                 "between, or use another axis",
             )
         return func(*args, **kwargs)
-
-
-_WITHOUT_VALUES = frozenset(("size", "dim", "numel", "stride", "is_floating_point", "requires_grad_"))

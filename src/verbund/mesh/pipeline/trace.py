@@ -1,10 +1,12 @@
-"""Where in a model's forward pass its parameters are used: what each pipeline stage has to hold.
+"""What a model's forward pass does between the modules that it may be cut at: which parameters it uses, how much it
+computes, and which values it takes along.
 
 The forward pass is run once on the meta device, where nothing is computed or stored.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,19 +20,44 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from verbund.cluster.worker import describe
 from verbund.errors import InputError
+from verbund.mesh.pipeline.work import Work
+from verbund.mesh.users_line import users_line
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that a forward pass takes past the call of a watched module without handing it to that module.
+
+    Args:
+        shape: of the value.
+        made: how many watched modules had been called when it was computed.
+        used: how many when it was used.
+        function: of torch, which used it; empty for the model's output.
+        line: `, FILE:LINE` of the user's code, if known.
+    """
+
+    shape: list[int]
+    made: int
+    used: int
+    function: str
+    line: str
 
 
 @dataclass
 class Trace:
-    """What a forward pass did.
+    """What a forward pass did. Places are numbers of watched modules that had been called before.
 
     Args:
         calls: the indices of the watched modules, in the order in which they were called.
-        used: per name of a parameter or buffer, how many watched modules had been called before each of its uses.
+        used: per name of a parameter or buffer, the places at which it was used.
+        work: what was computed at each place.
+        crossings: per place the first value that crosses its beginning.
     """
 
     calls: list[int] = field(default_factory=list)
     used: dict[str, set[int]] = field(default_factory=dict)
+    work: dict[int, float] = field(default_factory=dict)
+    crossings: dict[int, Crossing] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, watched: Sequence[nn.Module], call: Callable[[nn.Module], Any]) -> Trace:
@@ -46,14 +73,18 @@ def trace(model: nn.Module, watched: Sequence[nn.Module], call: Callable[[nn.Mod
     """
     found = Trace()
     tensors = on_meta(model)
-    names = {id(tensor): name for name, tensor in tensors.items()}
+    work = Work(lambda: len(found.calls))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    uses = _Uses({id(tensor): name for name, tensor in tensors.items()}, trained, found, work)
+    found.work = work.found
     with ExitStack() as stack:
         for index, module in enumerate(watched):
-            handle = module.register_forward_pre_hook(lambda *_, index=index: found.calls.append(index))
-            stack.callback(handle.remove)
-        stack.enter_context(_Uses(names, found))
+            hook = module.register_forward_pre_hook(uses.entering(index), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(uses)
+        stack.enter_context(work)
         stack.enter_context(torch.no_grad())
-        run_on_meta(model, tensors, call)
+        uses.note_output(run_on_meta(model, tensors, call))
     return found
 
 
@@ -116,7 +147,8 @@ class OnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype, device, …: the device is where it would be
             value = func(*args, **kwargs)
-            return self.device if isinstance(value, torch.device) else value
+            if not isinstance(value, Tensor):
+                return self.device if isinstance(value, torch.device) else value
         return self.meeting(func, tensors, args, kwargs)
 
     device = torch.device("cpu")
@@ -134,18 +166,65 @@ class OnMeta(TorchFunctionMode):
 
 
 _MOVES = frozenset(("to", "cpu", "cuda"))
+WITHOUT_VALUES = frozenset(("size", "dim", "numel", "stride", "is_floating_point", "requires_grad_"))
+"""What may be asked of a tensor whose values are not here."""
 
 
 class _Uses(OnMeta):
-    """Notes which parameters functions of torch are called with."""
+    """Notes which parameters functions of torch are called with, and which values from where."""
 
-    def __init__(self, names: dict[int, str], found: Trace) -> None:
+    def __init__(self, names: dict[int, str], trained: set[str], found: Trace, work: Work) -> None:
         super().__init__()
         self._names = names
+        self._work = work
+        self._trained = {number for number, name in names.items() if name in trained}
+        # Results that a gradient goes back through.
+        self._learning: set[int] = set()
         self._found = found
+        self._made: dict[int, int] = {}
+        self._handed: dict[int, set[int]] = {}
+        # An id is one tensor's as long as that is there.
+        self._keep: list[Any] = []
+
+    def entering(self, index: int) -> Callable[..., None]:
+        """What is called before a watched module."""
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._found.calls.append(index)
+            self._handed[len(self._found.calls)] = {id(x) for x in tree_leaves((args, kwargs))}
+            self._keep.append((args, kwargs))
+
+        return hook
+
+    def note_output(self, output: Any) -> None:
+        """What the model returns is used at the end."""
+        self._use([x for x in tree_leaves(output) if isinstance(x, Tensor)], "")
 
     def meeting(self, func: Callable[..., Any], tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in WITHOUT_VALUES:
+            self._use(tensors, name)
+        ids = {id(tensor) for tensor in tensors}
+        gradients = (not ids.isdisjoint(self._trained)) + (not ids.isdisjoint(self._learning))
+        self._work.passes = 1 + gradients
+        output = super().meeting(func, tensors, args, kwargs)
+        self._work.passes = 1
+        for made in tree_leaves(output):
+            if isinstance(made, Tensor) and made.is_meta and id(made) not in self._names:
+                self._made.setdefault(id(made), len(self._found.calls))
+                if gradients:
+                    self._learning.add(id(made))
+                self._keep.append(made)
+        return output
+
+    def _use(self, tensors: list[Tensor], function: str) -> None:
+        found = self._found
+        here = len(found.calls)
         for tensor in tensors:
             if (name := self._names.get(id(tensor))) is not None:
-                self._found.used.setdefault(name, set()).add(len(self._found.calls))
-        return super().meeting(func, tensors, args, kwargs)
+                found.used.setdefault(name, set()).add(here)
+            made = self._made.get(id(tensor), here)
+            for place in range(made + 1, here + 1):
+                if place not in found.crossings and id(tensor) not in self._handed[place]:
+                    line = users_line(sys._getframe()) if function else ""
+                    found.crossings[place] = Crossing(list(tensor.shape), made, here, function, line)

@@ -114,6 +114,27 @@ def time(summary: Mapping[str, Any], timeline: Timeline) -> str:
     return "".join(parts)
 
 
+def compression(summary: Mapping[str, Any]) -> str:
+    """What gradients travelled as, how much smaller that was, and how much was left out."""
+    found = _mapping(summary.get("compression"))
+    if not found:
+        return ""
+    error = _mapping(found.get("relative_error"))
+    ratio, estimate = found.get("ratio"), error.get("estimate")
+    rows = [
+        ("method", str(found.get("method"))),
+        ("compressed steps", str(found.get("steps"))),
+        ("ratio reached", "not measured" if ratio is None else f"{ratio:.1f}"),
+        ("sent for gradients", size(found.get("bytes_with"))),
+        ("without compression", size(found.get("bytes_without"))),
+        ("relative error of a sum", "not measured" if estimate is None else f"about {estimate:.2g}"),
+        ("computing for it, seconds a worker", seconds(found.get("seconds"))),
+    ]
+    told = f"Ratio: {found.get('how')}. Relative error: {error.get('how')}."
+    inexact = "Compression is inexact: results are not those of one process. What is left out is sent in later steps."
+    return f"<p>{escape(inexact)}</p>{table('Compression', ('', ''), rows)}<p>{escape(told)}</p>"
+
+
 def costs(summary: Mapping[str, Any]) -> str:
     """Bytes and memory per process, what each worker holds of the model's state, and energy."""
     counts, memory = _mapping(summary.get("bytes")), _mapping(summary.get("peak_memory_bytes"))
