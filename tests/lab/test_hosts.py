@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -123,6 +124,18 @@ def test_a_worker_of_another_host_is_killed(lab: Lab, make_job: MakeJob, tmp_pat
     lab.run(1, ["kill", "-9", str(worker)])
     document = ended(command, lab, [0, 1])
     assert f"worker 1 (pid {worker} on {lab.hosts[1]}) was killed by SIGKILL" in document["cause"]["what"]
+
+
+def test_interrupted_over_hosts_and_resumed_on_one(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, ENDLESS, MARKED)
+    command = start(lab, tmp_path)
+    command.send_signal(signal.SIGINT)
+    out, errors = command.communicate(timeout=30)
+    assert command.returncode == 130, errors
+    assert not [pid for host in range(2) for pid in lab.pids(host)]
+    steps = json.loads(out)["steps"]
+    more = {"train.steps": steps + 2, "cluster.kind": "local"}
+    assert launch.resume(tmp_path / "run", more).summary["steps"] == steps + 2
 
 
 @pytest.mark.parametrize(
