@@ -142,7 +142,9 @@ class Ours:
         held = [Held(name, tuple(p.shape), p, p) for name, p in self.model.named_parameters()]
         mesh = Mesh(group.rank, data=group.world)
         self.compression = (
-            GradientCompression(Compression.model_validate(method), held, mesh, 0) if method != "none" else None
+            GradientCompression(Compression.model_validate({"name": method, "warmup": 0}), held, mesh, 0)
+            if method != "none"
+            else None
         )
         self.sums = GradientSums(list(self.model.parameters()), group, compression=self.compression)
 
@@ -195,13 +197,10 @@ from torch import nn
 
 def model():
     return nn.Sequential(
-        nn.Unflatten(1, (1, {side})), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Unflatten(1, (1, {side}, {side})), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(32 * ({side} // 4) ** 2, 64), nn.ReLU(), nn.Linear(64, 10),
     )
-
-def inputs(batch):
-    return batch["image"].view(-1, {side}, {side})
 """
 
 

@@ -298,6 +298,8 @@ class Exchange(Section):
     mixing: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
     """With `delay`: the share of an island's own values that stays when an exchange arrives; default 0.5, and 0 where
     there is no delay."""
+    compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
+    """local_sgd, diloco: what the differences of parameters are sent as."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:

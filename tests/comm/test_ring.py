@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import PeerLost
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup, group
 from verbund.comm.wire import Secret
 
@@ -131,7 +131,7 @@ def test_large_over_tls_in_the_background() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("count", [3, 1000])
+@pytest.mark.parametrize("count", [0, 3, 1000])
 @pytest.mark.parametrize("root", [0, 2])
 def test_gather_broadcast_send(count: int, root: int) -> None:
     def work(member: WireGroup) -> tuple[list[Tensor], Tensor, Tensor, list[dict[str, Any]]]:
@@ -154,6 +154,23 @@ def test_gather_broadcast_send(count: int, root: int) -> None:
         assert [{name: list(array) for name, array in each.items()} for each in arrays] == [
             {f"of {other}": list(range(other))} for other in range(3)
         ]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("count", [0, 2, 500])
+def test_parts_for_each(world: int, count: int) -> None:
+    def work(member: WireGroup) -> tuple[Tensor, Tensor]:
+        sent = values(member.rank, world * count)
+        dealt, added = torch.empty(world * count), torch.empty(count)
+        member.finish(member.start_all_to_all(dealt, sent), "an all-to-all")
+        member.finish(member.start_reduce_scatter(added, sent), "a reduce-scatter")
+        return dealt, added
+
+    whole = torch.stack([values(rank, world * count).view(world, count) for rank in range(world)])
+    for rank, (dealt, added) in enumerate(members(world, work)):
+        assert torch.equal(dealt.view(world, count), whole[:, rank])
+        torch.testing.assert_close(added.double(), whole[:, rank].double().sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_tensor_may_change_as_soon_as_its_sum_is_there() -> None:

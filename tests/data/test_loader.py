@@ -323,6 +323,19 @@ def test_items_of_any_form(item: Any, columns: dict[str, Any]) -> None:
     assert {name: value.shape for name, value in rows.items()} == {name: (2, *s) for name, s in columns.items()}
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise TypeError
+
+
+class Refusing:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise Mute
+
+
 def test_bad_items_name_the_sample() -> None:
     with pytest.raises(TaskError, match=r"`input` has shape \[3\] in sample 1 and \[2\] in sample 0"):
         rows_of([np.zeros(2), np.zeros(3)], [0, 1])
@@ -332,6 +345,8 @@ def test_bad_items_name_the_sample() -> None:
         rows_of([{"a": 1, "b": 2}, {"a": 1}], [0, 1])
     with pytest.raises(RunFailed, match="IndexError in sample 9"):
         rows_of([1, 2], [9])
+    with pytest.raises(RunFailed, match=r"Mute in sample 0: \(its text cannot be had: TypeError\)"):
+        rows_of(Refusing(), [0])
     with pytest.raises(TaskError, match="no map-style Dataset"):
         DatasetSource(iter([1]), ["input"], 0)
     with pytest.raises(DataError, match="empty"):

@@ -279,3 +279,8 @@ def test_gradients_that_never_are_finite_end_the_run() -> None:
     assert scale.scale == 2.0**-16
     with pytest.raises(RunFailed, match="not finite at any loss scale"):
         scale.update(float("nan"))
+
+
+def test_what_others_call_an_argument_is_understood() -> None:
+    (problem,) = check(spec("adamw", learning_rate=0.1))
+    assert problem.fix == "Did you mean `lr`?"

@@ -76,6 +76,27 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(clock: list[float]) -> None:
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is shown again
 
 
+def test_validations_that_follow_each_other_fast_are_few_and_the_last_is_there(clock: list[float]) -> None:
+    stream = io.StringIO()
+    shown = Progress(1000, None, stream=stream)
+    for step in range(1, 1001):
+        clock[0] += 0.01
+        shown.validation(step, {"accuracy": step / 1000})
+    shown.close()
+    lines = stream.getvalue().splitlines()
+    assert 15 <= len(lines) <= 22
+    assert lines[-1] == "step 1000/1000: validation: accuracy 1"
+
+
+def test_slow_validations_are_all_shown(clock: list[float]) -> None:
+    stream = io.StringIO()
+    shown = Progress(20, None, stream=stream)
+    for step in range(1, 21):
+        clock[0] += 60
+        shown.validation(step, {"accuracy": 0.5})
+    assert len(stream.getvalue().splitlines()) == 20
+
+
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_quiet_is_silent(stream: io.StringIO) -> None:
     shown = Progress(10, None, True, stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from conftest import losses
 from parallel.layouts import CHECKPOINTS
 from verbund.cluster.local import LocalCluster
 from verbund.job import parse_strategy
+from verbund.run import Run
 from verbund.stage import launch
 
 # Every mesh is saved under and loaded under; with AdamW, an average, clipping and dropout.
@@ -58,3 +60,10 @@ def test_bf16_with_validation_and_prediction(mesh: str, shared_cluster: LocalClu
     assert tables[0]["sample"].to_pylist() == list(range(61))
     one, other = (np.stack(table["probability"].to_numpy(zero_copy_only=False)) for table in tables)
     np.testing.assert_allclose(one, other, atol=0.05)
+
+
+def test_notes_of_a_former_mesh_are_gone(run_job: Callable[..., Run]) -> None:
+    run = run_job(changes={**parse_strategy("pipeline=2"), "train.steps": 2})
+    assert any("Pipeline stages" in note for note in run.summary["notes"])
+    run = launch.resume(run.path, {**parse_strategy("data=2"), "train.steps": 3})
+    assert not any("Pipeline stages" in note for note in run.summary["notes"])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import MLP, MakeJob
@@ -35,8 +36,6 @@ def loss(output, targets):
     return functional.cross_entropy(output, targets, reduction="none")
 """
     )
-    import numpy as np
-
     y = np.zeros(200, np.int64)
     y[150] = 3
     with pytest.raises(RunFailed) as caught:
@@ -103,8 +102,6 @@ def inputs(batch):
     return batch["x"]
 """
     )
-    import numpy as np
-
     data = {"x": np.zeros((200, 12), np.float32), "y": np.zeros(200, np.int64), "number": np.arange(200)}
     changes = {"strategy.mesh": {"data": 3}, "train.steps": 1000, "train.global_batch": 30}
     limits = {"cluster.heartbeat": 0.2, "cluster.step_deadline": 2.0}
@@ -280,3 +277,20 @@ def model():
     with pytest.raises(RunFailed, match="the loss became nan in step 4") as caught:
         run_job(task, {"checkpoint.every": every, "train.steps": 8})
     assert ("the checkpoint of step 4 is from before" in str(caught.value)) == (every == 2)
+
+
+def test_an_error_in_layers_of_torchs_own_is_the_models(run_job: RunJob) -> None:
+    task = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(8, 5))
+
+def inputs(batch):
+    return batch["x"].long()
+"""
+    words = np.zeros((200, 2), np.int64)
+    words[190] = 60
+    with pytest.raises(RunFailed, match=r"task.py, model\(\): IndexError: index out of range") as caught:
+        run_job(task, {"train.global_batch": 10, "train.steps": 30}, x=words, y=np.zeros(200, np.int64))
+    assert "randomness" not in str(caught.value)

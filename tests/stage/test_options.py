@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from conftest import MLP, losses
 from verbund.run import Run
+from verbund.stage import launch
 
 RunJob = Callable[..., Run]
 
@@ -102,6 +104,11 @@ def model():
     perplexity = alone.summary["metrics"]["perplexity"]["last"]
     assert perplexity == pytest.approx(np.exp(alone.summary["metrics"]["loss"]["last"]), rel=1e-6)
     assert 1.0 < perplexity < 4.0, "each letter of this text leaves few successors"
+    table = pq.read_table(launch.predict(alone.path, str(tmp_path / "text.txt")))
+    token, probability = (np.stack(table[name].to_numpy(False)) for name in ("prediction", "probability"))
+    assert token.shape == probability.shape == (table.num_rows, 16)
+    assert ((probability > 1 / 256) & (probability <= 1)).all()
+    assert set(map(chr, token.ravel())) <= set("the quick brown fox jumps over the lazy dog. ")
 
 
 def test_images_by_class(run_job: RunJob, tmp_path: Path) -> None:

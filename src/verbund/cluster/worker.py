@@ -120,8 +120,7 @@ class Worker:
             elif message.kind == "end":
                 self._finish()
                 os._exit(1)
-            else:
-                self.hears(message)
+            self.hears(message)
         for answers in list(self._asked.values()):
             answers.put(None)
         self.orphaned = self.stopping = True

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from verbund.data.hashing import key
 from verbund.data.samples import Ids, Rows, Source
-from verbund.errors import DataError, RunFailed, TaskError
+from verbund.errors import DataError, RunFailed, TaskError, text_of
 
 
 class DatasetSource(Source):
@@ -58,7 +58,7 @@ class DatasetSource(Source):
                     raise
                 except Exception as error:
                     raise RunFailed(
-                        f"{type(error).__name__} in sample {number}: {error}", where="dataset().__getitem__"
+                        f"{type(error).__name__} in sample {number}: {text_of(error)}", where="dataset().__getitem__"
                     ) from error
         finally:
             _restore(states)

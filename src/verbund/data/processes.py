@@ -19,7 +19,7 @@ from verbund.comm.parent import die_with_parent
 from verbund.comm.wire import Closed, Connection, Deadline, Message, WireError
 from verbund.data.batch import Batch, Item, Transform, read
 from verbund.data.samples import Ids, Samples
-from verbund.errors import RunFailed, VerbundError, from_record
+from verbund.errors import RunFailed, VerbundError, from_record, text_of
 
 _DEADLINE = 600.0
 _WAIT_SECONDS = 1.0
@@ -209,7 +209,8 @@ def _reply(
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         failure = RunFailed(
-            f"{type(error).__name__} in loader process {number}, {_few(item.ids)} of ticket {item.ticket}: {error}",
+            f"{type(error).__name__} in loader process {number}, {_few(item.ids)} of ticket {item.ticket}: "
+            f"{text_of(error)}",
             where=f"{frames[-1].filename}, line {frames[-1].lineno}",
         )
         connection.send("failed", {"error": failure.record()})

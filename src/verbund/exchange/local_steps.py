@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from torch import Tensor
 
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
+from verbund.comm.compression.sums import Totals
 from verbund.exchange.adaptive import AdaptiveSteps
-from verbund.exchange.fragment import Fragment, cut
+from verbund.exchange.fragment import Compress, Fragment, cut
 from verbund.exchange.outer import OuterOptimizer
 from verbund.job import Exchange
+from verbund.mesh.compression import sums, takes
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal, index_among
 
@@ -44,20 +46,27 @@ class LocalSteps:
         replica: this worker's, with its first values.
         sizes: how many samples of a ticket each island has.
         journal: gets the collectives.
+        seed: of what compression draws.
     """
 
-    def __init__(self, settings: Exchange, replica: Replica, sizes: Sizes, journal: Journal) -> None:
+    def __init__(self, settings: Exchange, replica: Replica, sizes: Sizes, journal: Journal, seed: int = 0) -> None:
         self._settings, self._replica, self._journal = settings, replica, journal
         self._sizes, self._island = sizes, replica.mesh.island
         self._group = replica.groups.islands
         outer = OuterOptimizer()
         if settings.name == "diloco":
             outer = OuterOptimizer(settings.outer_lr, settings.outer_momentum)
-        names, parameters = replica.names, replica.parameters
-        runs = cut([parameter.numel() for parameter in parameters], settings.fragments)
-        self._fragments = [
-            Fragment(names[low:high], parameters[low:high], self._group, outer, settings.kept) for low, high in runs
-        ]
+        self._held = {held.name: held for held in replica.divided.trained}
+        compression = settings.compression
+        runs = cut([parameter.numel() for parameter in replica.parameters], settings.fragments)
+        self._fragments = []
+        for low, high in runs:
+            pairs = list(zip(replica.names[low:high], replica.parameters[low:high], strict=True))
+            pairs.sort(key=lambda pair: not takes(compression, pair[1]))  # those that are compressed come first
+            names, values = [name for name, _ in pairs], [value for _, value in pairs]
+            count = sum(takes(compression, value) for value in values)
+            fragment = Fragment(names, values, self._group, outer, settings.kept, self._compress(seed), count)
+            self._fragments.append(fragment)
         buffers = [buffer for buffer in replica.buffers.averaged() if buffer.get().is_floating_point()]
         self._buffers = buffers
         if buffers:  # running statistics are averaged whenever the last fragment is
@@ -71,9 +80,8 @@ class LocalSteps:
         self._step = 0
         self._lost = torch.zeros(2, dtype=torch.float64)
         """The losses of this island since the last exchange, and their weight."""
-        self._held = {held.name: held for held in replica.divided.trained}
-        self.exchanges = 0
-        self.bytes = 0
+        self._exchanges = 0
+        self._plain = Totals(self._group.world)
         replica.common = self
 
     def begin(self, step: int) -> None:
@@ -113,6 +121,18 @@ class LocalSteps:
         for fragment, _, _ in self._waiting:
             self._fragments[fragment].receive()
 
+    def totals(self) -> dict[str, Any]:
+        """What the journal has to know."""
+        every = [self._plain, *(f.sums.totals for f in self._fragments if f.sums is not None)]
+        added = {key: sum(getattr(each, key) for each in every) for key in asdict(self._plain)}
+        return {
+            "method": self._settings.name,
+            **added,
+            "workers": self._group.world,
+            "steps": self._exchanges,
+            "compression": self._settings.compression.name,
+        }
+
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Within the block the model has the common weights."""
@@ -142,10 +162,14 @@ class LocalSteps:
             weight = sum(size[self._island] for size in sizes) * self._group.world / total if total else 0.0
             self._waiting.append((fragment, due, time.monotonic_ns()))
             self._follow_buffers(fragment)
-            self._fragments[fragment].start(weight)
+            exact = self._step <= self._settings.compression.exact_steps
+            self._fragments[fragment].start(weight, self._step, exact)
             self._last[fragment] = self._step
-            self.exchanges += 1
-            self.bytes += self._fragments[fragment].bytes
+            self._exchanges += fragment == 0
+            if self._fragments[fragment].sums is None:
+                size = 2.0 * self._fragments[fragment].bytes * (self._group.world - 1) / self._group.world
+                self._plain.bytes_without += size
+                self._plain.bytes_with += size
 
     def _arrive(self, when: Callable[[int], bool]) -> None:
         """Applies the oldest exchanges, as long as they are due."""
@@ -166,6 +190,10 @@ class LocalSteps:
         """A module may have put another tensor in a buffer's place."""
         if self._buffers and fragment == len(self._fragments) - 1:
             self._fragments[fragment].values = [buffer.get() for buffer in self._buffers]
+
+    def _compress(self, seed: int) -> Compress | None:
+        settings, group = self._settings.compression, self._group
+        return (lambda stretches: sums(settings, group, stretches, seed)) if settings.name != "none" else None
 
     def _observe(self, adaptive: AdaptiveSteps) -> None:
         self._group.all_reduce(self._lost, "the exchange of losses between islands")
@@ -197,9 +225,14 @@ class LocalSteps:
             yield from self._pieces(f"{own}/values", fragment, fragment.common, True)
             if fragment.moments:
                 yield from self._pieces("outer", fragment, fragment.moments, first)
+            if errors := fragment.errors():
+                yield from self._pieces(f"{own}/error", fragment, errors, True)
+            for name, q in fragment.sums.warm().items() if fragment.sums is not None else ():
+                if self._held[name].tensor_cut is None and self._held[name].rows is None:
+                    yield Piece.whole("exchange", f"warm/{name}", q, first and self._held[name].primary)
             if fragment.under_way:
-                *sums, weight = fragment.sums()
-                yield from self._pieces("waiting", fragment, sums, first)
+                *arrived, weight = fragment.arrived()
+                yield from self._pieces("waiting", fragment, arrived, first)
                 yield Piece.whole("exchange", f"waiting/{number}", weight, speaks and first)
         if not first:
             for piece in self._replica.pieces("optimizer"):
@@ -230,12 +263,18 @@ class LocalSteps:
         self._last = [int(last) for last in record["last"]]
         with torch.no_grad():
             self._lost.copy_(checkpoint.read("exchange", f"{own}/lost"))
+            saved = set(checkpoint.names("exchange"))
             for fragment in self._fragments:
                 self._fill(checkpoint, f"{own}/values", fragment, fragment.values)
+                if all(f"{own}/error/{name}" in saved for name in fragment.names[: len(fragment.errors())]):
+                    self._fill(checkpoint, f"{own}/error", fragment, fragment.errors())
+                for name, q in fragment.sums.warm().items() if fragment.sums is not None else ():
+                    if f"warm/{name}" in saved and checkpoint.shape("exchange", f"warm/{name}") == tuple(q.shape):
+                        checkpoint.fill("exchange", f"warm/{name}", q)
             for number, due in record["waiting"]:
                 fragment = self._fragments[number]
-                *sums, weight = fragment.sums()
-                self._fill(checkpoint, "waiting", fragment, sums)
+                *arrived, weight = fragment.arrived()
+                self._fill(checkpoint, "waiting", fragment, arrived)
                 weight.copy_(checkpoint.read("exchange", f"waiting/{number}"))
                 fragment.resume()
                 self._waiting.append((number, due, time.monotonic_ns()))
@@ -250,13 +289,13 @@ class LocalSteps:
                 speaks = buffer.name in self._replica.divided.buffers
                 yield Piece.whole("exchange", f"{prefix}/{buffer.name}", tensor, owner and speaks)
             return
-        for name, tensor in zip(fragment.names, tensors, strict=True):
+        for name, tensor in zip(fragment.names, tensors, strict=False):  # errors are of the first ones alone
             held = self._held[name]
             yield from held.pieces("exchange", f"{prefix}/{name}", tensor, owner and held.primary)
 
     def _fill(self, checkpoint: Checkpoint, prefix: str, fragment: Fragment, tensors: Sequence[Tensor]) -> None:
         names = fragment.names or [buffer.name for buffer in self._buffers]
-        for name, tensor in zip(names, tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=False):
             full = f"{prefix}/{name}"
             if fragment.names:
                 self._held[name].fill(tensor, checkpoint, "exchange", full)

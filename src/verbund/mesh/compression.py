@@ -58,11 +58,9 @@ class GradientCompression:
         """
         held = self._held[self._names[id(parameter)]]
         places = {stage % self._mesh.pipeline for stage in held.stages}
-        if len(places) > 1 or (self._mesh.tensor > 1 and held.tensor_cut is None):
+        if not parameter.numel() or len(places) > 1 or (self._mesh.tensor > 1 and held.tensor_cut is None):
             return False
-        if self.settings.name == "power_sgd":
-            return shrinks(in_memory(parameter), self.settings.rank, self.settings.minimum_ratio)
-        return True
+        return takes(self.settings, parameter)
 
     def build(self, group: Group, stretches: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> CompressedSums:
         """The sums of some flat stretches of gradients, each with the parameters whose they are."""
@@ -70,11 +68,7 @@ class GradientCompression:
             Tensors(flat, [self._names[id(p)] for p in parameters], [in_memory(p) for p in parameters])
             for flat, parameters in stretches
         ]
-        made = codec(self.settings)
-        if made is None:
-            self.sums = PowerSums(group, tensors, self._seed, self.settings.rank)
-        else:
-            self.sums = CodedSums(group, tensors, self._seed, made)
+        self.sums = sums(self.settings, group, tensors, self._seed)
         return self.sums
 
     def unused(self, parameters: Sequence[Tensor], users: Sequence[float]) -> set[str]:
@@ -160,6 +154,19 @@ class GradientCompression:
         if held.tensor_cut is None and held.rows is None:
             return WARM + name
         return WARM + name + "".join(str(box) for box, _ in held.spans())
+
+
+def takes(settings: Compression, tensor: Tensor) -> bool:
+    """Whether a method compresses a tensor of this shape."""
+    if settings.name == "power_sgd":
+        return shrinks(in_memory(tensor), settings.rank, settings.minimum_ratio)
+    return settings.name != "none"
+
+
+def sums(settings: Compression, group: Group, stretches: Sequence[Tensors], seed: int) -> CompressedSums:
+    """Sums of stretches over the workers of a group, compressed by a method."""
+    made = codec(settings)
+    return PowerSums(group, stretches, seed, settings.rank) if made is None else CodedSums(group, stretches, seed, made)
 
 
 def load(checkpoint: Checkpoint, compression: GradientCompression | None) -> str | None:

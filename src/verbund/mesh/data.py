@@ -96,6 +96,8 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 def like(piece: Tensor, parameter: Tensor) -> Tensor:
     """A flat piece of memory as a gradient with the parameter's own strides (channels last, transposed): optimisers
     walk both side by side."""
+    if not parameter.numel():
+        return piece.view(parameter.shape)
     place = sorted(zip(parameter.stride(), parameter.shape, strict=True))
     expected = 1
     for stride, size in place:

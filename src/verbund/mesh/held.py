@@ -122,6 +122,9 @@ class Held:
             yield from boxes
             return
         low, high = self.rows
+        if self.shape and not self.shape[0]:  # every worker has all of nothing
+            yield from boxes
+            return
         if not self.shape:
             if high > low:
                 yield from boxes

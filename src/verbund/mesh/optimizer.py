@@ -21,6 +21,8 @@ _REFUSED = {
     "lbfgs": "`lbfgs` evaluates the loss several times a step, on whole batches that are not at hand then",
     "sparseadam": "`sparseadam` takes sparse gradients only, and gradients are dense here",
 }
+# What other programs call them.
+_MEANT = {"learning_rate": "lr", "epsilon": "eps", "l2": "weight_decay", "beta1": "betas", "beta2": "betas"}
 _NOT_OURS = frozenset(("self", "params", "differentiable"))
 _WHOLE = frozenset(("foreach", "fused", "capturable"))
 _FAST_DEVICES = frozenset(("cpu", "cuda"))
@@ -213,7 +215,9 @@ def _argument_problems(kind: Callable[..., Any], given: Mapping[str, Any], where
     for key, value in given.items():
         if key not in known:
             what = f"`{getattr(kind, '__name__', kind)}` has no argument `{key}`"
-            problems.append(Problem(f"{where}.{key}", what, nearest(key, sorted(known))))
+            meant = _MEANT.get(key)
+            fix = f"Did you mean `{meant}`?" if meant in known else nearest(key, sorted(known))
+            problems.append(Problem(f"{where}.{key}", what, fix))
         elif wanted := _wanted(known[key], value):
             problems.append(Problem(f"{where}.{key}", f"{wanted} is needed, but is {value!r}"))
     return problems

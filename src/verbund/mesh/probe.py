@@ -67,7 +67,7 @@ def probe(replica: Replica, batch: Batch) -> Probe:
     squares = torch.zeros(len(names), _PARTS, dtype=torch.float64, device=replica.device)
     for held in replica.divided.trained:
         gradient = held.values.grad
-        if not held.primary or gradient is None:
+        if not held.primary or gradient is None or not gradient.numel():
             continue
         for box, place in held.spans():
             values = (gradient[place] if held.shape else gradient).double() * scale

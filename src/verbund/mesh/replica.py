@@ -34,6 +34,7 @@ from verbund.mesh.pipeline.stages import Boundary
 from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
+from verbund.mesh.users_line import users_line
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
@@ -446,7 +447,8 @@ class Replica:
         few = ", ".join(map(str, ids[:4].tolist())) + (f", … {ids[-1]}" if len(ids) > 4 else "")
         return RunFailed(
             f"{described['what']} (step {step}, samples {few})",
-            where=described["where"],
+            # Layers of torch's own have no line of the user's.
+            where=described["where"] if users_line(error.__traceback__) else f"{self.task.file}, model()",
             fix=described["fix"],
         )
 

@@ -9,6 +9,7 @@ tensor. Gathering runs one block ahead (Zhao et al., "PyTorch FSDP", VLDB 2023, 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,13 @@ class _Unit:
         # A gradient goes through frozen parameters after those of the trained ones are there.
         self.partly_frozen = len(self._trained) < len(shares)
         self._missing = len(self._trained)
+        self.kept = False
+        """Whether something outside of the block uses a parameter: then they stay between its passes."""
+
+    def keep(self) -> None:
+        """Gathers them for a use outside of the block."""
+        self.kept = True
+        self.gather()
 
     def ask(self) -> None:
         """Starts gathering."""
@@ -229,13 +237,38 @@ class _Watch(Override):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self._before_backward())  # type: ignore[no-untyped-call]
-        if shards.level == 3 or not torch.is_grad_enabled():
+        if not unit.kept and (shards.level == 3 or not torch.is_grad_enabled()):
             unit.free()
         return output
 
     def _before_backward(self) -> None:
         self._unit.gather()
         self._shards.ahead(self._unit, -1)
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of a module in a block, which sees when one is asked for while it is not there: outside of the
+    block's own forward pass. All workers ask for the same.
+
+    Args:
+        own: the module's parameters.
+        units: where each belongs, by its identity.
+        shards: whether a pass is under way.
+    """
+
+    def __init__(self, own: dict[str, Any], units: dict[int, _Unit], shards: Shards) -> None:
+        super().__init__(own)
+        self._units = units
+        self._shards = shards
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if self._shards.active:
+            unit = self._units.get(id(parameter))
+            # Not for those that look at the dictionary itself, such as `functional_call`.
+            if unit is not None and not unit.gathered and sys._getframe(1).f_code.co_name == "__getattr__":
+                unit.keep()
+        return parameter
 
 
 class Shards:
@@ -260,6 +293,7 @@ class Shards:
         self._sums = group
         self._last = True
         self._running = False
+        self.active = False
         shares = {id(h.parameter): _Share(h, group) for h in held}
         self._by_name = {share.held.name: share for share in shares.values()}
         self.held = [h.sharded((s := shares[id(h.parameter)]).values, (s.low, s.high)) for h in held]
@@ -271,9 +305,14 @@ class Shards:
                 # What several modules have is whole all the time, wherever it is used.
                 if id(parameter) not in tied and (share := shares.pop(id(parameter), None)) is not None:
                     mine.append(share)
+            units: dict[int, _Unit] = {}
             for unit in self._by_dtype(mine):
                 _Watch(block, unit, self).install()
                 self._of_block.append(unit)
+                units |= {id(share.parameter): unit for share in unit.shares}
+            for module in block.modules():
+                if any(id(parameter) in units for parameter in module._parameters.values()):
+                    module._parameters = _Parameters(module._parameters, units, self)
         self._rest = list(self._by_dtype(list(shares.values())))
         # The backward pass makes gradients in about this order, and all workers add them up in it.
         self._order = [*reversed(self._of_block), *self._rest]
@@ -323,6 +362,7 @@ class Shards:
 
     def gather_rest(self, training: bool) -> None:
         """What belongs to no block is whole from now until `free`; in training below level 3, all is."""
+        self.active = True
         units = self._rest if self.level == 3 or not training else self._of_block + self._rest
         for unit in units:
             unit.ask()
@@ -356,6 +396,7 @@ class Shards:
 
     def finish(self) -> None:
         """All gradients are in `values.grad`, and no parameter is whole any more. What no worker used has none."""
+        self.active = False
         for unit in self._order:
             unit.collect()
             unit.free()
@@ -369,6 +410,7 @@ class Shards:
 
     def free(self) -> None:
         """No parameter is whole any more."""
+        self.active = False
         for unit in self._order:
             unit.free()
 

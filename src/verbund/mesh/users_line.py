@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -9,11 +10,11 @@ import torch
 
 import verbund
 
-_NOT_THE_USERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, verbund))
+_NOT_THE_USERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, verbund, os))
 
 
 def users_line(where: FrameType | TracebackType | None) -> str:
-    """`, FILE:LINE` of the innermost line that is neither torch's nor ours, or nothing."""
+    """`, FILE:LINE` of the innermost line that is neither torch's, nor Python's, nor ours, or nothing."""
     found = ""
     while where is not None:
         traceback = isinstance(where, TracebackType)

@@ -18,14 +18,34 @@ HOW_ERROR = (
 )
 
 
+HOW_EXCHANGE = (
+    "bytes that a worker sends for exchanges by the size of what collectives were handed; `ratio` is what as many "
+    "exchanges without compression would have sent ÷ that"
+)
+
+
 def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     """`compression` of a summary: of the method that was used last, over all generations that used it; None without
     any."""
-    saying = [j for j in journals if j.role == "worker" and j.compression]
+    return _added([(j, j.compression) for j in journals if j.role == "worker" and j.compression], HOW_RATIO)
+
+
+def measure_exchange(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
+    """`exchange` of a summary: of the exchange between islands that was used last; None where gradients are added up in
+    every step. `steps` is how often everything was exchanged."""
+    saying = [(j, j.exchange) for j in journals if j.role == "worker" and j.exchange]
+    found = _added(saying, HOW_EXCHANGE)
+    if found is None:
+        return None
+    compression = max(saying, key=lambda pair: pair[0].generation)[1].get("compression", "none")
+    return {**found, "compression": compression, "exchanges": found.pop("steps")}
+
+
+def _added(saying: Sequence[tuple[ProcessJournal, dict[str, Any]]], how: str) -> dict[str, Any] | None:
     if not saying:
         return None
-    method = max(saying, key=lambda j: j.generation).compression or {}
-    mine = [(j, c) for j in saying if (c := j.compression) and c["method"] == method["method"]]
+    method = max(saying, key=lambda pair: pair[0].generation)[1]["method"]
+    mine = [(j, c) for j, c in saying if c["method"] == method]
 
     def added(key: str) -> float:
         return float(sum(c[key] for _, c in mine))
@@ -35,12 +55,12 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     left_out, summed = added("left_out"), sum(c["summed"] / max(c["workers"], 1) for _, c in mine)
     whole = left_out + summed
     return {
-        "method": method["method"],
+        "method": method,
         "steps": sum(steps.values()),
         "bytes_without": int(without),
         "bytes_with": int(with_),
         "ratio": round(without / with_, 4) if with_ else None,
-        "how": HOW_RATIO,
+        "how": how,
         "seconds": round(added("seconds") / len(mine), 6),
         "relative_error": {
             "estimate": math.sqrt(left_out / whole) if whole > 0 else None,

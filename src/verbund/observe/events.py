@@ -15,6 +15,7 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
                  those per peer with the headers of all segments, an estimate
     memory       peak bytes so far
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
+    exchange     how islands that train alone combined what they learnt: `observe.compression` reads it
     compression  what gradients travelled as, and what came of it: `observe.compression` reads it
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report

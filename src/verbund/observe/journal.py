@@ -24,7 +24,7 @@ EVENT_LIMIT = 20_000
 HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression", "whole")
 """What `held` says the bytes of."""
 COMPRESSION = ("workers", "steps", "bytes_without", "bytes_with", "seconds", "left_out", "summed")
-"""What `compression` counts."""
+"""What `compression` and `exchange` count."""
 _FILES_LIMIT = 100_000
 _DAMAGE_LIMIT = 1000
 _BIG = 1 << 62
@@ -55,6 +55,7 @@ class ProcessJournal:
         peak_bytes: most memory; None if not measured.
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         compression: what gradients travelled as (`method`) and counts of what came of it; None if as they were.
+        exchange: how islands that train alone combined what they learnt (`method`, `compression`), and the same counts.
         joules: energy and how it was measured; None if not measured.
         begin: when the process is first heard of.
         end: when it is last heard of.
@@ -85,6 +86,7 @@ class ProcessJournal:
     peak_bytes: int | None = None
     held: dict[str, int] | None = None
     compression: dict[str, Any] | None = None
+    exchange: dict[str, Any] | None = None
     joules: tuple[float, str] | None = None
     begin: int = 0
     end: int = 0
@@ -281,10 +283,11 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
     elif kind == "held":
         counts = {name: _count(line[name]) for name in HELD if name in line}
         journal.held = {name: count for name, count in counts.items() if count is not None}
-    elif kind == "compression":
+    elif kind in ("compression", "exchange"):
         counts = {name: line.get(name) for name in COMPRESSION}
         if all(isinstance(n, (int, float)) and 0 <= n < _BIG for n in counts.values()):
-            journal.compression = {"method": str(line.get("method"))[:64], **counts}
+            named = {name: str(line[name])[:64] for name in ("method", "compression") if name in line}
+            setattr(journal, kind, {"method": "", **named, **counts})
     elif kind == "energy":
         joules = line.get("joules")
         if isinstance(joules, (int, float)) and joules >= 0:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _LINE_SECONDS = 5.0
 _REDRAW_SECONDS = 0.1
+_VALIDATION_SECONDS = 0.5
 
 
 class Progress:
@@ -44,6 +45,8 @@ class Progress:
         self._drawn = -math.inf
         self._latest: tuple[int, float, float] | None = None
         self._shown: int | None = None
+        self._validated = -math.inf
+        self._kept_back: str | None = None
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         if not quiet and _is_terminal(self._stream):
@@ -75,14 +78,26 @@ class Progress:
             self._line(text)
 
     def validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the numbers among `metrics`; anything else (a confusion matrix) is for the report."""
+        """Shows the numbers among `metrics`; anything else (a confusion matrix) is for the report. Where validations
+        follow each other fast some are left out, but never the last."""
         numbers = [f"{n} {_number(v)}" for n, v in metrics.items() if _is_number(v)]
-        self.message(f"step {_of(step, self._steps)}: validation: " + (", ".join(numbers) or "no numbers"))
+        text = f"step {_of(step, self._steps)}: validation: " + (", ".join(numbers) or "no numbers")
+        now = time.monotonic()
+        # The longer it takes, the fewer of them: some dozens in a minute, and at most twelve in each one after.
+        pause = min(max(_VALIDATION_SECONDS, (now - self._begin) / 50), _LINE_SECONDS)
+        if now - self._validated < pause:
+            self._kept_back = text
+            return
+        self._validated, self._kept_back = now, None
+        self.message(text)
 
     def close(self) -> None:
         """Shows the last state and releases the terminal; a second call does nothing."""
         if self._silent:
             return
+        if self._kept_back is not None:
+            self.message(self._kept_back)
+            self._kept_back = None
         now = time.monotonic()
         if self._bar is not None:
             self._draw(now)

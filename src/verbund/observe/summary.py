@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from verbund.observe.compression import measure as measure_compression
+from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
 from verbund.observe.energy import NOT_MEASURED
 from verbund.observe.journal import Floats, ProcessJournal, read
@@ -57,8 +58,8 @@ def summarise(
     0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
     that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
     says, and None where there was none; so is `network` as `links.network` says. `memory_promise` says per worker which
-    bytes of the model's state it held, and their share of what one process alone would hold. `compression` is as
-    `compression.measure` says.
+    bytes of the model's state it held, and their share of what one process alone would hold. `compression` and
+    `exchange` are as `observe.compression` says.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -89,6 +90,7 @@ def summarise(
         "samples_per_second": speed,
         "pipeline": pipeline,
         "compression": measure_compression(journals),
+        "exchange": measure_exchange(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
@@ -330,8 +332,10 @@ def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[d
 
 
 def notes(journals: Sequence[ProcessJournal]) -> list[str]:
-    """What processes noted for the report, each text once."""
-    return list(dict.fromkeys(str(event.get("text", "")) for _, event in events(journals, "note")))
+    """What processes noted for the report, each text once; of a mesh only what was noted of the newest."""
+    newest = max((journal.generation for journal in journals), default=0)
+    found = [e for j, e in events(journals, "note") if j.generation == newest or not e.get("mesh")]
+    return list(dict.fromkeys(str(event.get("text", "")) for event in found))
 
 
 def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:

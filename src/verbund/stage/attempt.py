@@ -46,7 +46,10 @@ def attempt(
     )
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, job.world, job.checkpoint, journal)
-    for note in [*facts.notes, *(warnings or [])]:
+    for note in facts.notes:
+        journal.event("note", text=note, mesh=True)
+        progress.message(note)
+    for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
     journal.event("membership", generation=generation, workers=job.world)

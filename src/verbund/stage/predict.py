@@ -67,8 +67,8 @@ def columns_of(output: Any, objective: str | None) -> dict[str, Tensor]:
     """A model's output as columns of predictions, dimension 0 being the sample.
 
     cross_entropy: `prediction`, the class, and `probability` of every class; binary_cross_entropy: `prediction` (0 or
-    1) and `probability`; mean_squared_error: `prediction`; next_token: `prediction`, the next token after each; own
-    losses: `output` as it is, or the entries of a dict.
+    1) and `probability`; mean_squared_error: `prediction`; next_token: `prediction`, the most likely token after each,
+    and its `probability`; own losses: `output` as it is, or the entries of a dict.
 
     Raises:
         TaskError: if the output is not made of tensors.
@@ -89,7 +89,8 @@ def columns_of(output: Any, objective: str | None) -> dict[str, Tensor]:
         probability = _squeezed(output.sigmoid())
         return {"prediction": (probability >= 0.5).to(torch.int64), "probability": probability}
     if objective == "next_token":
-        return {"prediction": output.argmax(-1)}
+        best, token = output.max(-1)
+        return {"prediction": token, "probability": (best - output.logsumexp(-1)).exp()}
     if objective == "mean_squared_error":
         return {"prediction": _squeezed(output)}
     return {"output": _plain(output)}

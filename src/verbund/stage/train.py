@@ -60,12 +60,14 @@ def work(worker: Worker) -> dict[str, Any]:
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
     if job.strategy.exchange.local:
-        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal)
+        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
     dropped = restore_exchange(Path(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    if exchange is not None:
+        worker.at_end.insert(0, lambda: journal.totals("exchange", **exchange.totals()))
     if (compression := replica.compression) is not None:
         worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
     if replica.pipeline is not None and island.mesh.rank == 0:

@@ -129,7 +129,7 @@ def test_power_sgd_as_by_hand(world: int, tmp_path: Path) -> None:
         stretch = Tensors(torch.zeros(count), list(shapes), list(shapes.values()))
         sums = PowerSums(group, [stretch], 3, 2)
         if group.rank == 0:
-            firsts.update({name: q.double().numpy().copy() for name, q in sums.warm().items()})
+            firsts.update({name: q.t().double().numpy().copy() for name, q in sums.warm().items()})
         found = []
         for step in range(STEPS):
             sums.begin(step, 1.0)

@@ -78,6 +78,9 @@ class Blocks(Codec):
         for part, numbers, scale in _blocks(values, packed, scales, self.bits):
             _dequantise(numbers, scale, part, self.bits)
 
+    def finite(self, message: Tensor, count: int) -> bool:
+        return bool(self._parts(message, count)[1].isfinite().all())
+
     def _parts(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         size = packed_bytes(count, self.bits)
         scales = message[aligned(size) :][: 4 * -(-count // self.unit)]
@@ -107,7 +110,7 @@ def _quantise(values: Tensor, packed: Tensor, scales: Tensor, bits: int, key: in
         numbers.round_()
     else:
         _draw_into(numbers, key)
-    numbers.clamp_(-_LARGEST[bits], _LARGEST[bits])
+        numbers.clamp_(-_LARGEST[bits], _LARGEST[bits])
     if bits == 8:
         packed.view(torch.int8).copy_(numbers)
         return

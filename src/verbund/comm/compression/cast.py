@@ -38,7 +38,11 @@ class Float16(Codec):
         if largest and math.isfinite(largest):
             exponent = max(-_EXPONENTS, min(_EXPONENTS, _TOP - math.frexp(largest)[1]))
         message[:4].view(torch.float32).fill_(2.0**-exponent)
+        message[4:8].view(torch.int32).fill_(not math.isfinite(largest))
         message[ALIGN : ALIGN + 2 * len(values)].view(torch.float16).copy_(values * 2.0**exponent)
+
+    def finite(self, message: Tensor, count: int) -> bool:
+        return bool(message[4:8].view(torch.int32) == 0)
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         values.copy_(message[ALIGN : ALIGN + 2 * len(values)].view(torch.float16))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-SLICE = 1 << 18
+SLICE = 1 << 16
 """Values that are encoded at once: their scratch stays in a core's second-level cache."""
 ALIGN = 16
 """Bytes; every part of a message begins at a multiple of it, so that it can be seen as any dtype."""
@@ -44,6 +45,12 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Overwrites `values` with what the message says."""
+
+    def finite(self, message: Tensor, count: int) -> bool:
+        """Whether all `count` values that were encoded were finite."""
+        decoded = torch.empty(count, device=message.device)
+        self.decode(message, decoded)
+        return math.isfinite(float(torch.linalg.vector_norm(decoded)))
 
     def add(self, message: Tensor, values: Tensor, sign: float = 1.0) -> None:
         """Adds what the message says to `values`, or takes it away."""

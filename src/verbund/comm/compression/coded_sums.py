@@ -37,11 +37,12 @@ class CodedSums(CompressedSums):
         self._messages: list[_Direct | _ByChunks] = [kind(s, group, codec) for s in stretches]
         self._works: list[tuple[Work | None, int]] = [(None, 0)] * len(self._messages)
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int) -> bool:
         messages = self._messages[number]
-        messages.encode(combine(self.seed, self.step, self.group.rank, number))
+        finite = messages.encode(self.scale, combine(self.seed, self.step, self.group.rank, number))
         self.totals.bytes_with += messages.bytes_sent
         self._works[number] = (messages.send(), time.monotonic_ns())
+        return finite
 
     def _finish(self, take: bool) -> None:
         for number, messages in enumerate(self._messages):
@@ -72,9 +73,11 @@ class _Direct:
         self._all = self._mine.new_zeros(group.world, size)
         self.bytes_sent = size * (group.world - 1)
 
-    def encode(self, key: int) -> None:
+    def encode(self, scale: float, key: int) -> bool:
+        finite = True
         for number, (part, place) in enumerate(self._slices):
-            self._codec.encode(self._stretch.values[part], self._mine[place], combine(key, number))
+            finite &= _encoded(self._codec, self._stretch, part, self._mine[place], scale, combine(key, number))
+        return finite
 
     def send(self) -> Work | None:
         return self._group.start_all_gather(self._all, self._mine)
@@ -83,7 +86,15 @@ class _Direct:
         stretch, codec = self._stretch, self._codec
         for part, place in self._slices:
             values, error = stretch.values[part], stretch.error[part]
-            _keep(codec, self._mine[place], values, error, scale)
+            if len(self._all) == 2 and codec.sliced:  # a sum of two is the same in either order
+                mine = _keep(codec, self._mine[place], values, error, scale)
+                codec.decode(self._all[1 - self._group.rank, place], values)
+                values.add_(mine)
+                continue
+            error.copy_(values)
+            codec.add(self._mine[place], error, -1.0)
+            if scale != 1.0:
+                error.div_(scale)
             codec.decode(self._all[0, place], values)
             for message in self._all[1:, place]:
                 codec.add(message, values)
@@ -113,11 +124,13 @@ class _ByChunks:
         low, high = self._chunks[worker].start, self._chunks[worker].stop
         return [(slice(p.start + low, p.stop + low), place) for p, place in self._codec.slices(high - low)]
 
-    def encode(self, key: int) -> None:
+    def encode(self, scale: float, key: int) -> bool:
+        finite = True
         for worker in range(self._group.world):
             for number, (part, place) in enumerate(self._slices(worker)):
                 message = self._sent[worker, place]
-                self._codec.encode(self._stretch.values[part], message, combine(key, worker, number))
+                finite &= _encoded(self._codec, self._stretch, part, message, scale, combine(key, worker, number))
+        return finite
 
     def send(self) -> Work | None:
         return self._group.start_all_to_all(self._received, self._sent)
@@ -145,9 +158,18 @@ class _ByChunks:
                 self._codec.decode(self._sent[worker, place], self._stretch.values[part])
 
 
-def _keep(codec: Codec, message: Tensor, values: Tensor, error: Tensor, scale: float) -> None:
-    """Keeps what of `values` is not in the message."""
-    error.copy_(values)
-    codec.add(message, error, -1.0)
+def _encoded(codec: Codec, stretch: Tensors, part: slice, message: Tensor, scale: float, key: int) -> bool:
+    """Loads and encodes a slice; whether it is finite."""
+    values = stretch.load(part, scale)
+    codec.encode(values, message, key)
+    return codec.finite(message, len(values))
+
+
+def _keep(codec: Codec, message: Tensor, values: Tensor, error: Tensor, scale: float) -> Tensor:
+    """Keeps what of `values` is not in the message; what is in it."""
+    decoded = torch.empty_like(values)
+    codec.decode(message, decoded)
+    torch.sub(values, decoded, out=error)
     if scale != 1.0:
         error.div_(scale)
+    return decoded

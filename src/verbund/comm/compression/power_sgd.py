@@ -2,7 +2,7 @@
 
 One step of the power iteration for the sum M of all workers' matrices, beginning with the Q of the step before:
 P = M Q, made orthonormal, Q = M' P, and P Q' is what M becomes. Only P and Q are added up, those of all matrices in one
-all-reduce each.
+all-reduce each. Q lies transposed: reading M by rows is up to sixteen times as fast.
 """
 
 from __future__ import annotations
@@ -71,16 +71,21 @@ class PowerSums(CompressedSums):
         for matrix, r in zip(every, ranks, strict=True):
             rows, columns = matrix.values.shape
             matrix.p = self._p[at_p : at_p + rows * r].view(rows, r)
-            matrix.q = self._q[at_q : at_q + columns * r].view(columns, r)
+            matrix.q = self._q[at_q : at_q + columns * r].view(r, columns)
             at_p, at_q = at_p + rows * r, at_q + columns * r
             generator = torch.Generator().manual_seed(combine(seed, text_key(matrix.name)) >> 1)
-            matrix.q.copy_(torch.randn(columns, r, generator=generator, dtype=kind))
+            matrix.q.copy_(torch.randn(r, columns, generator=generator, dtype=kind))
         self._every = every
         self._work: tuple[Work | None, int] = (None, 0)
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int) -> bool:
+        finite = True
         for matrix in self._matrices[number]:
-            torch.mm(matrix.values.to(self._p.dtype), matrix.q, out=matrix.p)
+            matrix.stretch.load(matrix.part, self.scale)
+            torch.mm(matrix.values.to(self._p.dtype), matrix.q.t(), out=matrix.p)
+            # What is not finite in a row makes the product so.
+            finite &= bool(matrix.p.isfinite().all())
+        return finite
 
     def sent(self) -> bool:
         self.totals.bytes_with += self.of_all_reduce(self._p.nbytes)
@@ -94,7 +99,7 @@ class PowerSums(CompressedSums):
         before = 0.0
         for matrix in self._every:
             matrix.p.copy_(torch.linalg.qr(matrix.p)[0])
-            torch.mm(matrix.values.to(self._q.dtype).t(), matrix.p, out=matrix.q)
+            torch.mm(matrix.p.t(), matrix.values.to(self._q.dtype), out=matrix.q)
         if self.measuring:
             # P is orthonormal: what it does not span is left out.
             before = sum(float(torch.linalg.vector_norm(s.values)) ** 2 for s in self.stretches)
@@ -104,12 +109,14 @@ class PowerSums(CompressedSums):
         self._wait(self.group.start_all_reduce(self._q), arrival)
         world = self.group.world
         for matrix in self._every:
-            total = (matrix.p @ matrix.q.t()).to(matrix.values.dtype)
-            error = matrix.stretch.error[matrix.part].view_as(total)
-            torch.sub(matrix.values, total, alpha=1.0 / world, out=error)
+            error = matrix.stretch.error[matrix.part].view_as(matrix.values).copy_(matrix.values)
+            if self._p.dtype == matrix.values.dtype:
+                torch.mm(matrix.p, matrix.q, out=matrix.values)
+            else:
+                matrix.values.copy_(matrix.p @ matrix.q)
+            error.sub_(matrix.values, alpha=1.0 / world)
             if self.scale != 1.0:
                 error.div_(self.scale)
-            matrix.values.copy_(total)
         if self.measuring:
             self.totals.summed += float(torch.linalg.vector_norm(self._q)) ** 2
 

@@ -41,6 +41,9 @@ class Sign(Codec):
         values[: whole * BLOCK].view(-1, BLOCK).mul_(scales[:whole, None])
         values[whole * BLOCK :].mul_(scales[whole:])
 
+    def finite(self, message: Tensor, count: int) -> bool:
+        return bool(self._parts(message, count)[1].isfinite().all())
+
     def _parts(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
         size = -(-count // 8)
         return message[:size], message[aligned(size) :][: 4 * -(-count // BLOCK)].view(torch.float32)

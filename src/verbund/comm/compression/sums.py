@@ -77,6 +77,13 @@ class Tensors:
         self.values = self.flat if exact else torch.empty_like(self.flat, dtype=torch.float32)
         self.error = torch.zeros_like(self.values)
 
+    def load(self, part: slice, scale: float) -> Tensor:
+        """What is to be sent of a part: what is there, and what was not sent before."""
+        values = self.values[part]
+        if self.values is not self.flat:
+            values.copy_(self.flat[part])
+        return values.add_(self.error[part], alpha=scale)
+
     def parts(self) -> dict[str, slice]:
         """Where each tensor lies."""
         found, at = {}, 0
@@ -119,13 +126,8 @@ class CompressedSums(ABC):
     def start(self, number: int) -> None:
         """Stretch `number` is complete."""
         begun = time.monotonic()
-        stretch = self.stretches[number]
-        if stretch.values is not stretch.flat:
-            stretch.values.copy_(stretch.flat)
-        stretch.values.add_(stretch.error, alpha=self.scale)
-        self._finite &= math.isfinite(float(torch.linalg.vector_norm(stretch.values)))
-        self.totals.bytes_without += self.of_all_reduce(stretch.flat.nbytes)
-        self._start(number)
+        self.totals.bytes_without += self.of_all_reduce(self.stretches[number].flat.nbytes)
+        self._finite &= self._start(number)
         self.totals.seconds += time.monotonic() - begun
 
     def sent(self) -> bool:
@@ -165,8 +167,8 @@ class CompressedSums(ABC):
         self.totals.bytes_with += self.of_all_reduce(size)
 
     @abstractmethod
-    def _start(self, number: int) -> None:
-        """The stretch's `values` are what is to be sent."""
+    def _start(self, number: int) -> bool:
+        """Loads a stretch that is complete, and begins to send it; whether all of it is finite."""
 
     @abstractmethod
     def _finish(self, take: bool) -> None:

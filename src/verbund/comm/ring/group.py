@@ -88,6 +88,15 @@ class WireGroup:
         self._thread = threading.Thread(target=self._work, name=f"collectives of {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return torch.device("cpu")
+
+    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor to exchange."""
+        return torch.empty(count, dtype=dtype)
+
     def sent_bytes(self) -> dict[int, int]:
         """Bytes sent so far, by the rank they went to."""
         return {rank: peer.connection.sent_bytes for rank, peer in self._peers.items()}
@@ -105,9 +114,23 @@ class WireGroup:
 
     def start_all_gather(self, whole: Tensor, share: Tensor) -> Work | None:
         """Starts gathering the equal shares of all members, by rank, into the contiguous `whole`."""
-        shares = list(whole.detach().view(-1).view(self.world, -1))
+        shares = self._parts(whole)
         shares[self.rank].copy_(share.detach().view(-1))
         return self._start("an all-gather", self._gather, shares)
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
+        """Starts sending the r-th of `world` equal parts of `sent` to member r; `received` gets what the others sent,
+        by rank. Both contiguous and of equal size."""
+        parts, own = self._parts(received), self._parts(sent)
+        parts[self.rank].copy_(own[self.rank])
+        return self._start("an all-to-all", self._deal, parts, own)
+
+    def start_reduce_scatter(self, target: Tensor, values: Tensor) -> Work | None:
+        """Starts adding up the r-th of `world` equal parts of `values` for member r, in the order of ranks."""
+        parts = self._parts(values)
+        if self.world == 1:
+            target.view(-1).copy_(parts[0])
+        return self._start("a reduce-scatter", self._add_dealt, target.detach().view(-1), parts)
 
     def start_broadcast(self, tensor: Tensor, root: int) -> Work | None:
         """Starts giving all members the contiguous tensor that member `root` has."""
@@ -216,6 +239,21 @@ class WireGroup:
             for number, block in enumerate(_blocks(shares[rank])):
                 self._receive(rank, ("gather", op, number), {"x": block})
 
+    def _deal(self, op: int, received: list[Tensor], sent: list[Tensor]) -> None:
+        for rank, peer in self._peers.items():
+            for number, block in enumerate(_blocks(sent[rank])):
+                self._send(peer, ("deal", op, number), {"x": block})
+        for rank in self._peers:
+            for number, block in enumerate(_blocks(received[rank])):
+                self._receive(rank, ("deal", op, number), {"x": block})
+
+    def _add_dealt(self, op: int, target: Tensor, parts: list[Tensor]) -> None:
+        received = [part if rank == self.rank else torch.empty_like(target) for rank, part in enumerate(parts)]
+        self._deal(op, received, parts)
+        target.copy_(received[0])
+        for part in received[1:]:
+            target += part
+
     def _gather_arrays(self, op: int, gathered: list[dict[str, Any]]) -> None:
         for peer in self._peers.values():
             self._send(peer, ("arrays", op, 0), gathered[self.rank])
@@ -241,6 +279,9 @@ class WireGroup:
 
     def _send(self, peer: Peer, key: Key, arrays: Mapping[str, Payload]) -> None:
         self._sendings.append(peer.send(key, arrays))
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        return list(whole.detach().view(self.world, whole.numel() // self.world))
 
     # How they are started, and wait.
 

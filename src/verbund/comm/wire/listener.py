@@ -23,7 +23,7 @@ from typing import Any
 from verbund.comm.wire.address import Tcp, Unix, parse
 from verbund.comm.wire.connection import STALL_SECONDS, Connection, Peer
 from verbund.comm.wire.credentials import Credentials
-from verbund.comm.wire.failure import Closed, Deadline, WireError
+from verbund.comm.wire.failure import Closed, Deadline
 from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT
 from verbund.comm.wire.handshake import Steps, Trust, answer, reason
 from verbund.comm.wire.stream import Plain, Stream, polled, prepare
@@ -150,7 +150,7 @@ class Listener:
             selector.unregister(one.descriptor)
             stream, names = end.value
             self._hand_over(stream, Peer(one.host, names))
-        except (OSError, ValueError, WireError) as error:  # ssl's errors are among them
+        except Exception as error:  # whatever a stranger has caused
             self._give_up(one, reason(error), under_way, selector)
         else:
             reads = event == select.POLLIN

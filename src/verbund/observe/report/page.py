@@ -69,6 +69,7 @@ def page(
         section("Curves", sections.curves(summary)),
         section("Where the time went", sections.time(summary, timeline)),
         section("Pipeline", pipeline(summary, journals)),
+        section("Exchange between islands", sections.exchange(summary)),
         section("Compressed gradients", sections.compression(summary)),
         section("Network", network(summary)),
         section("Bytes, memory, energy", sections.costs(summary)),

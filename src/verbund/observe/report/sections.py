@@ -135,6 +135,27 @@ def compression(summary: Mapping[str, Any]) -> str:
     return f"<p>{escape(inexact)}</p>{table('Compression', ('', ''), rows)}<p>{escape(told)}</p>"
 
 
+def exchange(summary: Mapping[str, Any]) -> str:
+    """How islands that train alone combined what they learnt, and what that sent."""
+    found = _mapping(summary.get("exchange"))
+    if not found:
+        return ""
+    every, steps = found.get("exchanges") or 0, summary.get("steps") or 0
+    ratio, estimate = found.get("ratio"), _mapping(found.get("relative_error")).get("estimate")
+    rows = [
+        ("exchange", str(found.get("method"))),
+        ("exchanges of the whole model", str(every)),
+        ("steps between two, on average", f"{steps / every:.1f}" if every else "there were none"),
+        ("compression", str(found.get("compression"))),
+        ("ratio reached", "not measured" if ratio is None else f"{ratio:.1f}"),
+        ("sent by all workers together", size(found.get("bytes_with"))),
+        ("without compression", size(found.get("bytes_without"))),
+        ("relative error of a sum", "not measured" if estimate is None else f"about {estimate:.2g}"),
+    ]
+    told = f"Between exchanges islands train alone: results are not those of one process. Sent: {found.get('how')}."
+    return f"{table('Exchange', ('', ''), rows)}<p>{escape(told)}</p>"
+
+
 def costs(summary: Mapping[str, Any]) -> str:
     """Bytes and memory per process, what each worker holds of the model's state, and energy."""
     counts, memory = _mapping(summary.get("bytes")), _mapping(summary.get("peak_memory_bytes"))
@@ -287,7 +308,9 @@ def _strategy(summary: Mapping[str, Any]) -> str:
     if islands != 1:
         parts.append(f"{islands} islands")
     if world > 1 or islands != 1:
-        parts.append(f"exchange {strategy.get('exchange', 'all_reduce')}")
+        exchange = strategy.get("exchange", "all_reduce")
+        name = exchange.get("name", "all_reduce") if isinstance(exchange, Mapping) else exchange
+        parts.append(f"exchange {name}")
     return f"{world} {_plural(world, 'worker')}" + (f" ({', '.join(parts)})" if parts else "")
 
 
