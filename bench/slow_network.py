@@ -2,13 +2,13 @@
 
     sudo python bench/slow_network.py --data mnist-10k.parquet [--rows NAME,…] [--rates 1e-3,2e-3] [--limit 60]
 
-The hosts are network namespaces of this machine whose links are capped at 100 Mbit/s in both directions; needs root. Each
-host reads only its own 2,000 of 8,000 rows (`data.placement = "island"`; the peer slices its tensors so), all validate on
-the same 2,000 others. Model: an MLP 784-256-256-10; Adam; 32 samples a host and step; validated every 16 steps (or after
-each exchange, if those are rarer) on both sides. Both sides have the same grid of learning rates, and each row takes its
-best. The clock runs from when training can begin until the validation that reaches the target has ended, and counts all
-validations; starting processes is not in it. Bytes are those of the hosts' interfaces over the whole run, headers and
-supervision included.
+The hosts are network namespaces of this machine whose links are capped at 100 Mbit/s in both directions; needs root.
+Each host reads only its own 2,000 of 8,000 rows (`data.placement = "island"`; the peer slices its tensors so), all
+validate on the same 2,000 others. Model: an MLP 784-256-256-10; Adam; 32 samples a host and step; validated every 16
+steps (or after each exchange, if those are rarer) on both sides. Both sides have the same grid of learning rates, and
+each row takes its best. The clock runs from when training can begin until the validation that reaches the target has
+ended, and counts all validations; starting processes is not in it. Bytes are those of the hosts' interfaces over the
+whole run, headers and supervision included.
 
 Prints a line a run on standard error and one JSON line on standard output.
 """
@@ -32,8 +32,8 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from lab import Lab, missing
-
-from verbund.observe.journal import SPANS, read
+from verbund.observe.events import SPANS
+from verbund.observe.journal import read
 from verbund.observe.summary import validations
 
 HOSTS, ROWS, BATCH, EVERY = 4, 8_000, 32, 16
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, type=Path, help="a table with the columns image and label")
     parser.add_argument("--rows", help="names of rows, by semicolons; default: all")
-    parser.add_argument("--rates", default="5e-4,1e-3,2e-3,4e-3", help="learning rates, by commas")
+    parser.add_argument("--rates", default="1e-3,2e-3,4e-3,8e-3", help="learning rates, by commas")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a run gives up")
     arguments = parser.parse_args()
     if (why := missing()) is not None:
