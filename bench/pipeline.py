@@ -21,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-LAYERS, WIDTH, HEADS, LENGTH, BATCH, MICRO_BATCHES, STEPS, WARM_UP = 8, 256, 4, 64, 32, 8, 16, 4
+LAYERS, WIDTH, HEADS, LENGTH, BATCH, MICRO_BATCHES, STEPS, WARM_UP = 8, 256, 4, 64, 32, 8, 9, 2
+# Of one run of either side, in seconds: on two cores that nobody else uses it takes about ten.
+DEADLINE = 120
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 MODEL = f"""
@@ -120,7 +122,7 @@ def ours(folder: Path, schedule: str, number: int) -> tuple[float, dict[str, Any
     run = folder / f"{schedule}-{number}"
     command = [sys.executable, "-m", "verbund", "train", "job.toml", "-q", "--run", str(run)]
     command += ["--set", f"strategy.schedule={schedule}"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=DEADLINE)
     ends: dict[int, int] = {}
     for line in (run / "journal" / "worker-1-1.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -136,7 +138,7 @@ def peer(folder: Path, schedule: str) -> float:
     (folder / "peer.py").write_text(PEER.replace("{schedule}", PEERS[schedule]))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "peer.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=DEADLINE)
     if done.returncode:
         raise SystemExit(f"the peer failed:\n{done.stderr}")
     warm, last = json.loads(done.stdout.splitlines()[-1])

@@ -42,7 +42,6 @@ HOSTS = ["10.0.0.1", "10.0.0.2"]
     ("cluster", "message"),
     [
         ({"hosts": []}, "kind `hosts` needs `hosts`"),
-        ({"hosts": HOSTS, "kind": "local"}, '`hosts` are used with `kind = "hosts"` alone'),
         ({"hosts": ["a", "a"]}, "names a more than once"),
         ({"hosts": ["-oProxyCommand=x"]}, "not beginning with `-`"),
         ({"hosts": HOSTS, "slots": [1]}, "1 numbers for 2 hosts"),
@@ -75,4 +74,9 @@ def test_workers_on_one_host_need_no_trusted_network() -> None:
         "strategy": {"mesh": {"data": 4}},
         "cluster": {"kind": "hosts", "hosts": HOSTS, "slots": 4},
     }
-    Job.build(raw, {}, source="job.toml", folder=Path())
+    job = Job.build(raw, {}, source="job.toml", folder=Path())
+    assert job.neighbours == 4
+    spread = {"cluster.slots": [1, 3], "cluster.trusted_network": "10.0.0.0/24"}
+    assert Job.build(raw, spread, source="job.toml", folder=Path()).neighbours == 3
+    here = {"cluster.kind": "local"}
+    assert Job.build(raw, here, source="job.toml", folder=Path()).neighbours == 4

@@ -413,7 +413,7 @@ class Cluster(Section):
     """Where processes run, and how long anything may take."""
 
     kind: Literal["local", "hosts"] = "local"
-    """`local`: this machine. `hosts`: several, over a network."""
+    """`local`: this machine. `hosts`: several, over a network; what follows for it does nothing elsewhere."""
     hosts: Annotated[list[str], Field(examples=[["10.0.0.1", "10.0.0.2"]])] = []
     """Kind `hosts`: names or addresses. Workers fill them in the order of ranks; an island stays on one host where it
     fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
@@ -444,8 +444,6 @@ class Cluster(Section):
         problems = []
         if self.kind == "hosts" and not self.hosts:
             problems.append('kind `hosts` needs `hosts`, e.g. `hosts = ["10.0.0.1", "10.0.0.2"]`')
-        if self.kind != "hosts" and self.hosts:
-            problems.append('`hosts` are used with `kind = "hosts"` alone')
         if twice := sorted({host for host in self.hosts if self.hosts.count(host) > 1}):
             problems.append(f"`hosts` names {', '.join(twice)} more than once; `slots` says how many workers it takes")
         if any(not host.strip() or host.startswith("-") or any(map(str.isspace, host)) for host in self.hosts):
@@ -626,6 +624,13 @@ class Job(Section):
     def world(self) -> int:
         """The number of workers."""
         return self.strategy.world
+
+    @property
+    def neighbours(self) -> int:
+        """How many workers the fullest host has."""
+        cluster, islands = self.cluster, self.strategy.islands
+        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if cluster.kind == "hosts" else None
+        return max(map(places.count, places)) if places else self.world
 
 
 def parse_value(text: str) -> Any:

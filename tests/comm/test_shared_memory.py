@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from verbund.cluster.local import LocalCluster
 from verbund.comm import collectives
 from verbund.comm.collectives import Group
+from verbund.mesh.groups import Groups
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -383,3 +386,24 @@ def test_a_member_lost_on_another_host(tmp_path: Path, victim: int) -> None:
             assert "broke off" in all_[rank].result(8.0)
     finally:
         end(all_)
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_shares_memory_and_leaves_the_warm_server_as_it_was(warm: LocalCluster, run_job: Any) -> None:
+    """Two runs in a row, forked from one server: nothing of the first is in the way of the second."""
+    for _ in range(2):
+        run = run_job(changes={"strategy.mesh": {"data": 2}, "train.steps": 3})
+        assert run.summary["bytes"]["shared"] > 0
+        assert not [note for note in run.summary["notes"] if "memory cannot be shared" in note]
+    server = Path(f"/proc/{warm._server.pid}")
+    assert "memfd:verbund" not in (server / "maps").read_text()
+    assert len(list((server / "task").iterdir())) == 1
+
+
+def test_a_group_tells_once_why_memory_is_not_shared() -> None:
+    groups = Groups.alone(torch.device("cpu"))
+    other = Group.apart(1, 2, torch.device("cpu"))
+    groups.island.note, other.note = "no room", "not of the first member"
+    assert replace(groups, shard=other).notes() == ["no room"]

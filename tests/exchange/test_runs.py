@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import MakeJob
 from verbund.checkpoint import folder
 from verbund.checkpoint.read import Checkpoint
+from verbund.cluster.local import LocalCluster
 from verbund.cluster.supervisor import Supervisor
 from verbund.errors import InputError, Interrupted
 from verbund.exchange.adaptive import EXCHANGES as PERIOD
@@ -22,6 +24,7 @@ from verbund.exchange.adaptive import AdaptiveSteps
 from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
+from verbund.stage.verify import lines, verify
 
 from .test_local_sgd import MODEL, close, parameters
 
@@ -95,7 +98,8 @@ def test_validates_what_islands_have_in_common(run_job: Callable[..., Run]) -> N
     curve = dict(map(tuple, run.summary["metrics"]["loss"]["curve"]))
     assert launch.validate(run.path, step=6)["metrics"]["loss"] == curve[6]
     assert launch.validate(run.path)["metrics"]["loss"] == curve[10]
-    assert launch.validate(run.path, workers=3)["metrics"]["loss"] == curve[10]
+    found = launch.validate(run.path, workers=3)
+    assert (found["metrics"]["loss"], found["world"]) == (curve[10], 3)
 
 
 def test_the_loss_is_that_of_all_islands(run_job: Callable[..., Run]) -> None:
@@ -249,3 +253,11 @@ def test_compressed_differences(compression: Any, run_job: Callable[..., Run]) -
     # 2 islands: an all-reduce sends each value once, 309 parameters and running statistics of 32, and two numbers each.
     assert exact.summary["exchange"]["bytes_with"] == 2 * 8 * 4 * (12 * 16 + 16 + 32 + 85 + 2 + 32 + 2)
     close(launch.resume(_cut(run, 9).path), run, 0.0)
+
+
+def test_verify_leaves_the_exchange_out(make_job: MakeJob, shared_cluster: LocalCluster) -> None:
+    """What islands compute is compared; that they train alone is not what one process does."""
+    found = verify(make_job(MODEL, {"strategy.islands": 2, "strategy.exchange": "diloco"}), steps=2)
+    assert found["passed"]
+    assert found["strategy"] == "islands=2"
+    assert any("`diloco` train alone" in line for line in lines(found))

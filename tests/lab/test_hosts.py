@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -56,7 +57,11 @@ def start(lab: Lab, folder: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    wait_for(lambda: command.poll() is not None or len(list(folder.glob("pid-*"))) > len(lab.hosts), "all workers", 60)
+
+    def computing() -> bool:
+        return all(any((folder / f"pid-{pid}").exists() for pid in lab.pids(host)) for host in range(len(lab.hosts)))
+
+    wait_for(lambda: command.poll() is not None or computing(), "all workers", 60)
     assert command.poll() is None, command.communicate()
     return command
 
@@ -71,18 +76,19 @@ def ended(command: subprocess.Popen[str], lab: Lab, hosts: list[int]) -> dict[st
     return document
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_same_numbers_as_one_process(hosts: int, make_job: MakeJob, tmp_path: Path, shared_cluster: object) -> None:
+@pytest.mark.parametrize(("hosts", "mesh"), [(2, {"data": 4}), (4, {"data": 2, "tensor": 2})])
+def test_same_numbers_as_one_process(
+    hosts: int, mesh: dict[str, int], make_job: MakeJob, tmp_path: Path, shared_cluster: object
+) -> None:
     alone = launch.train(make_job(MLP, {"validate.every": 2}), tmp_path / "alone")
     with Lab(hosts=hosts, rate="100mbit") as lab:
-        mesh = {"data": 2} if hosts == 2 else {"data": 2, "tensor": 2}
         write(lab, make_job, tmp_path, {"strategy.mesh": mesh, "validate.every": 2})
         done = train(lab, tmp_path)
         assert done.returncode == 0, done.stderr
         assert not [pid for host in range(hosts) for pid in lab.pids(host)]
     run = Run.open(tmp_path / "run")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
-    assert run.summary["world"] == hosts
+    assert run.summary["world"] == 4
 
 
 def test_a_host_without_power(make_job: MakeJob, tmp_path: Path) -> None:
@@ -123,6 +129,18 @@ def test_a_worker_of_another_host_is_killed(lab: Lab, make_job: MakeJob, tmp_pat
     lab.run(1, ["kill", "-9", str(worker)])
     document = ended(command, lab, [0, 1])
     assert f"worker 1 (pid {worker} on {lab.hosts[1]}) was killed by SIGKILL" in document["cause"]["what"]
+
+
+def test_interrupted_over_hosts_and_resumed_on_one(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, ENDLESS, MARKED)
+    command = start(lab, tmp_path)
+    command.send_signal(signal.SIGINT)
+    out, errors = command.communicate(timeout=30)
+    assert command.returncode == 130, errors
+    assert not [pid for host in range(2) for pid in lab.pids(host)]
+    steps = json.loads(out)["steps"]
+    more = {"train.steps": steps + 2, "cluster.kind": "local"}
+    assert launch.resume(tmp_path / "run", more).summary["steps"] == steps + 2
 
 
 @pytest.mark.parametrize(

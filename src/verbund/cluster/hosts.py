@@ -19,8 +19,6 @@ from verbund.job import Cluster, Job
 from verbund.placement import place
 
 _FACTS_SECONDS = 60.0
-_BREAK = 0.8
-"""A connection breaks a little before silence counts as loss, so that the host is named and not one of its workers."""
 
 
 class HostsCluster(ForkedCluster):
@@ -42,7 +40,7 @@ class HostsCluster(ForkedCluster):
         self.hosts = [_host(name, job.cluster) for name in job.cluster.hosts]
         away = next((host for host in self.hosts if host.command), self.hosts[0])
         self.address = hosts_.source_of(away.address)
-        super().__init__(Meeting.at(self.address, _BREAK * job.cluster.lost_after), scratch)
+        super().__init__(Meeting.at(self.address, _break_after(job.cluster.lost_after)), scratch)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
             "preload": [*PRELOAD, *preload],
@@ -99,6 +97,12 @@ class HostsCluster(ForkedCluster):
             hosts_.check(self.hosts[server.number].name, server.facts)
         self._connected = True
         self.check_shared(self._shared)
+
+
+def _break_after(lost_after: float) -> float:
+    """A connection breaks a little before silence counts as loss, so that the host is named and not one of its workers.
+    The kernel looks once a second, or six times, whichever is rarer."""
+    return max(0.5, min(0.8 * lost_after, lost_after - 1.2))
 
 
 def _host(name: str, settings: Cluster) -> Host:

@@ -236,16 +236,17 @@ class WarmServer:
         return self.lost
 
     def leave(self) -> None:
-        """Asks it to end all that it has started, and itself; `wait` sees to it."""
+        """Asks it to end all that it has started, and itself; `wait` sees to it. One that has started nothing, and may
+        still be importing, is ended at once."""
         for process in self.living.values():
             process.connection.close()
-        if self.connection is not None and self.lost is None:
+        if self.connection is not None and self.lost is None and self._groups:
             try:
                 self.connection.send("leave")
             except WireError:
                 pass
         else:
-            self._process.kill()
+            self._cut_off()
 
     def wait(self) -> None:
         """Waits for its end; if that does not come, ends it."""

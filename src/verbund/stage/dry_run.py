@@ -67,7 +67,8 @@ class DryRun:
         self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
         alone = job.model_copy(update={"strategy": Strategy()})
-        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(device.choose(0, job.world)), unbuilt=unbuilt)
+        place = device.choose(0, job.neighbours)
+        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(place), unbuilt=unbuilt)
         self._built = unbuilt is None
         self.activations = 0
         """Bytes that a forward pass keeps, of a model that was not built."""

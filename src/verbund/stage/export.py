@@ -76,4 +76,4 @@ def export(
 
 def _here(job: Job) -> Job:
     """The job on this machine alone, whatever hosts it has been trained on."""
-    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"kind": "local", "hosts": []})})
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"kind": "local"})})

@@ -44,7 +44,7 @@ def work(worker: Worker) -> dict[str, Any]:
     task = tasks.load(job, columns)
     if task.metrics is None and (problems := _unmeasured(job)):
         return {"problems": [{"where": p.where, "what": p.what, "fix": p.fix} for p in problems]}
-    device.use_threads(job.cluster.threads, job.world)
+    device.use_threads(job.cluster.threads, job.neighbours)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
     total = total_steps(job, order)
@@ -162,9 +162,9 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         else:
             notes.append(f"Gradients travel as `{method}`, which is inexact: results are not those of a single process")
     cores = device.cores()
-    if job.world > cores and not torch.cuda.is_available():
+    if job.neighbours > cores and not torch.cuda.is_available():
         notes.append(
-            f"{job.world} workers share {cores} core{'s' if cores != 1 else ''}: more workers than cores are slower, "
-            f"not faster; {cores} would do"
+            f"{job.neighbours} workers share {cores} core{'s' if cores != 1 else ''}: more workers than cores are "
+            f"slower, not faster; {cores} would do"
         )
     return notes

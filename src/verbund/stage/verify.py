@@ -118,22 +118,29 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     }
     if strategy is not None:
         changes |= parse_strategy(strategy)
-    changes["strategy.compression"] = {"name": "none"}
+    changes |= {"strategy.compression": {"name": "none"}, "strategy.exchange": "all_reduce"}
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
 def _inexact(job: Job, against: str | None) -> list[str]:
-    """Which compressions of the strategies were not used, each with what it is."""
-    methods = [job.strategy.compression.name]
+    """Which compressions and exchanges of the strategies were not used, each with what it is."""
+    strategies = [job.strategy]
     if against is not None:
         other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
-        methods.append(other.strategy.compression.name)
-    return [
-        f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up as "
-        "they are"
-        for name in dict.fromkeys(methods)
-        if name != "none"
-    ]
+        strategies.append(other.strategy)
+    found = []
+    for strategy in strategies:
+        if (name := strategy.compression.name) != "none":
+            found.append(
+                f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added "
+                "up as they are"
+            )
+        if strategy.exchange.local:
+            found.append(
+                f"islands of `{strategy.exchange.name}` train alone between exchanges, which is not what one process "
+                "does: gradients of all islands were added up in every step"
+            )
+    return list(dict.fromkeys(found))
 
 
 def _compare(cluster: Cluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +192,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def _name(job: Job) -> str:
     strategy = job.strategy
     mesh = {axis: size for axis, size in strategy.mesh.items() if size > 1}
-    words = [f"{axis}={size}" for axis, size in mesh.items()]
+    words = [f"islands={strategy.islands}"] if strategy.islands > 1 else []
+    words += [f"{axis}={size}" for axis, size in mesh.items()]
     if "pipeline" in mesh:
         words.append(f"schedule={strategy.schedule}")
     if "shard" in mesh:

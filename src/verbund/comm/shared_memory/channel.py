@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from verbund.comm.shared_memory import futex
-from verbund.comm.shared_memory.arena import Lives, Memory
+from verbund.comm.shared_memory.arena import Arena, Lives, Memory, NoRoom
 from verbund.errors import RunFailed
 
 # Words of a member's page: each counter has a cache line of its own.
@@ -29,9 +29,9 @@ _WORDS = 512
 _PAGE = 8 * _WORDS
 _PLANS = 512
 
-SLOT = 1 << 19
+SLOT = 1 << 21
 """Bytes of values that do not live in the arena and are handed over at once."""
-_SLOTS = 4
+_SLOTS, _MOST_SLOTS = 1, 8  # at first; and if more are wanted at once and there is memory
 
 BYTES = _PAGE + SLOT * _SLOTS
 """What a member needs of its arena for a channel."""
@@ -62,7 +62,8 @@ class Channel:
     """One member's end.
 
     Args:
-        memories: the members' arenas, by rank.
+        arena: this member's own.
+        memories: all members' arenas, by rank.
         places: where the channel's `BYTES` lie in each.
         rank: this member's.
         names: the members', for messages.
@@ -70,11 +71,20 @@ class Channel:
     """
 
     def __init__(
-        self, memories: Sequence[Memory], places: Sequence[int], rank: int, names: Sequence[str], lives: Lives
+        self,
+        arena: Arena,
+        memories: Sequence[Memory],
+        places: Sequence[int],
+        rank: int,
+        names: Sequence[str],
+        lives: Lives,
     ) -> None:
         self.memories, self.rank, self.world = memories, rank, len(memories)
         self.names, self.lives = names, lives
-        self._slots = [places[rank] + _PAGE + number * SLOT for number in range(_SLOTS)]
+        self._arena = arena
+        self._free = [places[rank] + _PAGE + number * SLOT for number in range(_SLOTS)]  # the last is used first
+        self._used: deque[tuple[int, int]] = deque()  # slots, and the number after that of the collective that has it
+        self._more = _MOST_SLOTS - _SLOTS
         self._words = [memory.words(place, _WORDS) for memory, place in zip(memories, places, strict=True)]
         self._own = self._words[rank]
         self._addresses = [memory.address + place for memory, place in zip(memories, places, strict=True)]
@@ -82,8 +92,6 @@ class Channel:
         self._operations: deque[Operation] = deque()  # from the first that is not completed on
         self._places: deque[tuple[int, ...]] = deque()  # of those that are worked, but not completed
         self.started = self._published = self._worked = self.completed = 0
-        self._staged = 0
-        self._slot_users = [0] * _SLOTS  # of each slot, the number after that of the collective that had it last
         self._plans: dict[Any, Any] = {}
         self._closed = (0, 0, 0)  # the gate that was found closed last: whose, which counter, and how far it must get
 
@@ -129,12 +137,13 @@ class Channel:
 
     def slot(self) -> int | None:
         """The place of a free slot; None if all are in use."""
-        index = self._staged % _SLOTS
-        if not self._all_released(self._slot_users[index]):
+        while self._used and self._all_released(self._used[0][1]):
+            self._free.append(self._used.popleft()[0])
+        if not self._free and not self._grow():
             return None
-        self._slot_users[index] = self._published + 1
-        self._staged += 1
-        return self._slots[index]
+        place = self._free.pop()
+        self._used.append((place, self._published + 1))
+        return place
 
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gives, kept: the views that an operation works on are the same every time."""
@@ -163,6 +172,18 @@ class Channel:
             if words[counter] < number:
                 self._closed = (member, counter, number)
                 return False
+        return True
+
+    def _grow(self) -> bool:
+        """Takes another slot; whether there was one to be had."""
+        if not self._more:
+            return False
+        try:
+            self._free.append(self._arena.take(SLOT))
+        except NoRoom:
+            self._more = 0
+            return False
+        self._more -= 1
         return True
 
     def _all_released(self, number: int) -> bool:

@@ -106,7 +106,7 @@ class Host:
         made = []
         for index in range(count):
             starts = [records[rank]["places"][index] for rank in ranks]
-            made.append(Channel(memories, starts, here.index(self.number), names, lives))
+            made.append(Channel(self.arena, memories, starts, here.index(self.number), names, lives))
             self.progress.add(made[-1])
         return made, None
 

@@ -7,7 +7,7 @@ The forward pass is run once on the meta device, where nothing is computed or st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,9 +142,9 @@ class OnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not any(x.is_meta for x in tensors):
+        if not (_any_on_meta(args) or (kwargs and _any_on_meta(kwargs.values()))):
             return func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if getattr(func, "__name__", "") == "__get__":  # shape, dtype, device, …: the device is where it would be
             value = func(*args, **kwargs)
             if not isinstance(value, Tensor):
@@ -163,6 +163,20 @@ class OnMeta(TorchFunctionMode):
         if all(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         return func(*to_meta(args), **to_meta(kwargs))
+
+
+def _any_on_meta(values: Iterable[Any]) -> bool:
+    """Whether there is such a tensor. This stands before every function that a stage calls: no general walk."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                return True
+        elif isinstance(value, (list, tuple)):
+            if _any_on_meta(value):
+                return True
+        elif isinstance(value, dict) and _any_on_meta(value.values()):
+            return True
+    return False
 
 
 _MOVES = frozenset(("to", "cpu", "cuda"))
