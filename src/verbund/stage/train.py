@@ -329,6 +329,7 @@ class _Training:
     def _save(self) -> None:
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
+        self.journal.flush()  # a run that goes on from here tells of all steps that led here, should this process die
         self.saver.save(
             self.step,
             {
