@@ -185,6 +185,94 @@ def test_interrupted_after_the_same_step_everywhere(
     close(launch.resume(run.path), whole, 0.0)
 
 
+TOLD_TO_END = """
+import os, signal, time
+from torch import nn
+
+class Told(nn.Module):
+    passes = 0
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+            if self.passes == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3 if self.passes >= 9 else 0.01)
+        return x
+
+def model():
+    return nn.Sequential(Told(), nn.Linear(12, 5))
+"""
+
+
+def test_interrupted_in_the_last_step(run_job: Callable[..., Run]) -> None:
+    """What islands have learnt since the last exchange is in the model, also where only that is left to do."""
+    changes = {"strategy.islands": 2, "strategy.exchange": {"name": "diloco", "every": 7}, "train.steps": 10}
+    whole = run_job(TOLD_TO_END.replace("passes == 9", "passes == 99"), changes)
+    try:
+        run = run_job(TOLD_TO_END, changes)
+    except Interrupted as interrupted:
+        run = launch.resume(interrupted.run or Path())
+    assert run.summary["steps"] == 10
+    close(run, whole, 0.0)
+
+
+def test_ends_where_it_was_interrupted(run_job: Callable[..., Run]) -> None:
+    """A resumed run that is to end after the steps done still has an exchange to make."""
+    changes = {"strategy.islands": 2, "strategy.exchange": {"name": "diloco", "every": 7}}
+    whole = run_job(MODEL, changes | {"train.steps": 10})
+    longer = run_job(MODEL, changes | {"train.steps": 12, "checkpoint.every": 10, "checkpoint.keep": 9})
+    close(launch.resume(_cut(longer, 10).path, {"train.steps": 10}), whole, 0.0)
+
+
+IDLE = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
+"""
+
+
+def test_an_island_without_samples_is_saved_too(run_job: Callable[..., Run]) -> None:
+    """The first of three islands has no group of samples: it has no optimiser's state, the others have."""
+    changes = {
+        "strategy.islands": 3,
+        "strategy.exchange": {"name": "local_sgd", "every": 4},
+        "train.group": 20,
+        "train.global_batch": 40,
+        "train.steps": 9,
+        "checkpoint.every": 6,
+        "checkpoint.keep": 9,
+        "train.optimizer": "adamw",
+    }
+    whole = run_job(IDLE, changes)
+    assert whole.summary["warnings"] == []
+    close(launch.resume(_cut(whole, 6).path), whole, 0.0)
+
+
+def test_every_island_keeps_its_loss_scale(run_job: Callable[..., Run]) -> None:
+    """An island's gradients may overflow where another's do not."""
+    random = np.random.default_rng(3)
+    x = random.normal(size=(60, 12)).astype(np.float32)
+    x[30:] *= 30.0
+    changes = {
+        "strategy.islands": 2,
+        "strategy.exchange": {"name": "local_sgd", "every": 4, "adaptive": True},
+        "data.placement": "island",
+        "train.precision": "fp16",
+        "train.loss_scale": 2.0**20,
+        "train.global_batch": 20,
+        "train.steps": 20,
+        "checkpoint.every": 9,
+        "checkpoint.keep": 9,
+    }
+    whole = run_job(MODEL, changes, x=x, y=random.integers(0, 5, 60))
+    with Checkpoint.open(folder(whole.checkpoints, 9)) as checkpoint:
+        scales = [checkpoint.read("exchange", f"island/{island}/loss_scale")[0] for island in range(2)]
+    assert scales[0] != scales[1]
+    close(launch.resume(_cut(whole, 9).path), whole, 0.0)
+
+
 def test_time_ends_all_islands(run_job: Callable[..., Run]) -> None:
     run = run_job(
         SLOW,

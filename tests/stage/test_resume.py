@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import MLP, losses
-from verbund.errors import CheckpointError, InputError
+from verbund.errors import CheckpointError, ClusterLost, InputError
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -189,3 +189,36 @@ def _events(run: Run, name: str) -> list[dict[str, Any]]:
 
     lines = [line for path in run.journal.glob("supervisor-*") for line in path.read_text().splitlines()]
     return [event for event in map(json.loads, lines) if event.get("name") == name]
+
+
+KILLED = """
+import os, pathlib, signal
+from torch import nn
+
+class Killed(nn.Module):
+    passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.passes == 9 and not (once := pathlib.Path(__file__).with_name("killed")).exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+def model():
+    return nn.Sequential(Killed(), nn.Linear(12, 5))
+"""
+
+
+@pytest.mark.parametrize("strategy", [{"mesh": {"data": 2}}, {"islands": 2, "exchange": "diloco"}], ids=str)
+def test_tells_of_all_steps_after_a_kill(strategy: dict[str, Any], run_job: RunJob, tmp_path: Path) -> None:
+    """What a killed worker had not written of its journal yet led to the checkpoint that the run goes on from."""
+    changes = {"strategy": strategy, "train.steps": 12, "checkpoint.every": 4}
+    (tmp_path / "killed").touch()
+    whole = run_job(KILLED, changes).summary
+    (tmp_path / "killed").unlink()
+    with pytest.raises(ClusterLost) as caught:
+        run_job(KILLED, changes)
+    again = launch.resume(caught.value.run or Path()).summary
+    assert again["samples"] == whole["samples"]
+    assert len(again["loss"]["curve"]) == 12

@@ -11,6 +11,7 @@ weights that arrived.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,8 @@ class LocalSteps:
             weight: what it is to be divided by.
         """
         self._step = step
-        self._lost += torch.tensor([loss, weight], dtype=torch.float64)
+        if math.isfinite(loss):  # fp16 leaves out steps that overflow
+            self._lost += torch.tensor([loss, weight], dtype=torch.float64)
         due = [f for f in range(len(self._fragments)) if self._due(f, step)]
         self._arrive(lambda until: until <= step)
         self._send(due, step + self._settings.delay)
@@ -221,6 +223,9 @@ class LocalSteps:
         own, first = f"island/{self._island}", self._island == 0
         speaks = self._replica.mesh.place("shard", "tensor", "pipeline") == 0
         yield Piece.whole("exchange", f"{own}/lost", self._lost, speaks)
+        if (scale := self._replica.loss_scale) is not None:
+            numbers = torch.tensor(list(scale.state().values()), dtype=torch.float64)
+            yield Piece.whole("exchange", f"{own}/loss_scale", numbers, speaks)
         for number, fragment in enumerate(self._fragments):
             yield from self._pieces(f"{own}/values", fragment, fragment.common, True)
             if fragment.moments:
@@ -264,6 +269,9 @@ class LocalSteps:
         with torch.no_grad():
             self._lost.copy_(checkpoint.read("exchange", f"{own}/lost"))
             saved = set(checkpoint.names("exchange"))
+            if (scale := self._replica.loss_scale) is not None and f"{own}/loss_scale" in saved:
+                numbers = checkpoint.read("exchange", f"{own}/loss_scale").tolist()
+                scale.load(dict(zip(scale.state(), numbers, strict=True)))
             for fragment in self._fragments:
                 self._fill(checkpoint, f"{own}/values", fragment, fragment.values)
                 if all(f"{own}/error/{name}" in saved for name in fragment.names[: len(fragment.errors())]):

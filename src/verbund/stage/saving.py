@@ -77,8 +77,10 @@ class Saver:
             return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data) + own)
         self._exchange.drain()
         with self._exchange.swapped():
-            pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
-            if mesh.island:  # the first one speaks for all
+            # The first island speaks for all; of its own optimiser alone, which knows what that island has trained.
+            kinds = [kind for kind in KINDS if not mesh.island or kind != "optimizer"]
+            pieces = [piece for kind in kinds for piece in replica.pieces(kind)]
+            if mesh.island:
                 pieces = [replace(piece, owner=False) for piece in pieces]
             pieces += self._exchange.pieces()
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)

@@ -140,6 +140,8 @@ class _Training:
                 f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
             )
             self.worker.send("note", text=text)
+        if self.exchange is not None and reason is not None and reason != "interrupt":
+            self.exchange.finish(self.step)  # it was interrupted where it is to end now
         transform = augmentation(self.job, self.island.task)
         loader = Loader(
             self.island.train_set,
@@ -168,10 +170,10 @@ class _Training:
                     self._collective(_COMPARISON, compared, time.monotonic_ns())
                 self.journal.add("compute", step, began, time.monotonic_ns())
                 self._record(step, sums.weight, sum(self.replica.joint(sizes)))
-                reason = self._stopped(sums.flags)
+                reason = self._end_reached() or self._stopped(sums.flags)  # who is done anyway is not interrupted
                 if self.exchange is not None:
-                    self._combine(self.exchange, sums, reason or self._end_reached())
-                reason = self._after_step(reason) or self._end_reached()
+                    self._combine(self.exchange, sums, reason)
+                reason = self._after_step(reason)
         finally:
             loader.close()
         self._finish(reason)
@@ -327,6 +329,7 @@ class _Training:
     def _save(self) -> None:
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
+        self.journal.flush()  # a run that goes on from here tells of all steps that led here, should this process die
         self.saver.save(
             self.step,
             {
