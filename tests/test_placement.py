@@ -51,7 +51,7 @@ HOSTS = ["10.0.0.1", "10.0.0.2"]
         ({"hosts": HOSTS, "command": " "}, "is empty"),
         ({"hosts": HOSTS, "trusted_network": "10.0.0.1/24"}, "no network such as"),
         ({"hosts": [*HOSTS, "10.0.1.1"], "trusted_network": "10.0.0.0/24"}, "10.0.1.1 does not lie in"),
-        ({"hosts": HOSTS}, "without encryption .* name it, e.g. `cluster.trusted_network ="),
+        ({"hosts": HOSTS}, 'without encryption .* name it, e.g. `cluster.trusted_network =.*"diloco"` or "local_sgd"'),
         ({"hosts": HOSTS, "slots": [1, 2]}, "too little room for 4 workers on 2 hosts"),
     ],
 )
@@ -80,3 +80,25 @@ def test_workers_on_one_host_need_no_trusted_network() -> None:
     assert Job.build(raw, spread, source="job.toml", folder=Path()).neighbours == 3
     here = {"cluster.kind": "local"}
     assert Job.build(raw, here, source="job.toml", folder=Path()).neighbours == 4
+
+
+@pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
+def test_islands_that_train_alone_need_no_trusted_network(exchange: str) -> None:
+    raw = {
+        "task": "task.py",
+        "train": {"steps": 1, "objective": "cross_entropy"},
+        "strategy": {"mesh": {"data": 2}, "islands": 2, "exchange": exchange},
+        "cluster": {"kind": "hosts", "hosts": HOSTS},
+    }
+
+    def build(changes: dict[str, Any]) -> Job:
+        return Job.build(raw, changes, source="job.toml", folder=Path())
+
+    assert build({}).islands_apart
+    assert not build({"cluster.slots": 4}).islands_apart
+    assert not build({"cluster.trusted_network": "10.0.0.0/24"}).islands_apart
+    assert not build({"cluster.kind": "local"}).islands_apart
+    with pytest.raises(JobError, match=r"an island of 2 would lie on several: .* `cluster.slots` have room for 2"):
+        build({"cluster.slots": [1, 3]})
+    with pytest.raises(JobError, match="without encryption"):
+        build({"strategy.exchange": "all_reduce"})

@@ -423,8 +423,9 @@ class Cluster(Section):
     """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
     none."""
     trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
-    """Kind `hosts`: a network that is yours alone. Workers exchange tensors there without encryption, and over several
-    hosts they are refused elsewhere."""
+    """Kind `hosts`: a network that is yours alone. Workers exchange tensors there without encryption. Elsewhere only
+    islands that each lie on one host and train alone (local_sgd, diloco) may have several hosts: their exchange is
+    encrypted."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""
@@ -558,10 +559,18 @@ class Job(Section):
         places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
         if places is None:
             return [f"`cluster.slots` has too little room for {strategy.world} workers on {len(cluster.hosts)} hosts"]
-        if len(set(places)) > 1 and cluster.trusted_network is None:
-            what = "workers on several hosts exchange tensors without encryption or proof of who takes part"
-            fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
-            return [f"{what}: {fix}; else put all workers on one host by `cluster.slots`"]
+        if len(set(places)) == 1 or cluster.trusted_network is not None:
+            return []
+        what = "workers on several hosts exchange tensors without encryption or proof of who takes part"
+        fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
+        size = strategy.world // strategy.islands
+        if not strategy.exchange.local:
+            alone = "islands that each lie on one host and train alone, whose exchange is encrypted"
+            how = '`strategy.exchange = "diloco"` or "local_sgd"'
+            return [f"{what}: {fix}; else take {alone} ({how}), or put all workers on one host by `cluster.slots`"]
+        if any(len(set(places[first : first + size])) > 1 for first in range(0, strategy.world, size)):
+            whole = f"take smaller islands, or hosts whose `cluster.slots` have room for {size} workers"
+            return [f"{what}, and an island of {size} would lie on several: {whole}; or {fix}"]
         return []
 
     @staticmethod
@@ -628,9 +637,19 @@ class Job(Section):
     @property
     def neighbours(self) -> int:
         """How many workers the fullest host has."""
+        return max(map(self._places.count, self._places))
+
+    @property
+    def islands_apart(self) -> bool:
+        """Whether islands lie on several hosts whose network is not trusted: each on one, and the wire joins them."""
+        return len(set(self._places)) > 1 and self.cluster.trusted_network is None
+
+    @property
+    def _places(self) -> list[int]:
+        """The host of each worker."""
         cluster, islands = self.cluster, self.strategy.islands
         places = place(self.world, islands, len(cluster.hosts), cluster.slots) if cluster.kind == "hosts" else None
-        return max(map(places.count, places)) if places else self.world
+        return places or [0] * self.world
 
 
 def parse_value(text: str) -> Any:

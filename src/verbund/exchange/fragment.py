@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import Group, Work
 from verbund.comm.compression.sums import CompressedSums
 from verbund.comm.compression.sums import Tensors as Stretch
+from verbund.comm.members import Members, Work
 from verbund.exchange.outer import OuterOptimizer
 from verbund.mesh.compression import in_memory
 from verbund.mesh.data import like
@@ -36,7 +36,7 @@ class Fragment:
         self,
         names: Sequence[str],
         values: Sequence[Tensor],
-        group: Group,
+        group: Members,
         outer: OuterOptimizer,
         kept: float = 0.0,
         compress: Compress | None = None,

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
-from verbund.comm.collectives import Group
 from verbund.comm.compression.coded_sums import CodedSums
 from verbund.comm.compression.methods import codec
 from verbund.comm.compression.power_sgd import PowerSums, shrinks
 from verbund.comm.compression.sums import CompressedSums, Tensors, Totals
+from verbund.comm.members import Members
 from verbund.job import Compression
 from verbund.mesh.axes import Mesh
 from verbund.mesh.held import Held
@@ -62,7 +62,7 @@ class GradientCompression:
             return False
         return takes(self.settings, parameter)
 
-    def build(self, group: Group, stretches: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> CompressedSums:
+    def build(self, group: Members, stretches: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> CompressedSums:
         """The sums of some flat stretches of gradients, each with the parameters whose they are."""
         tensors = [
             Tensors(flat, [self._names[id(p)] for p in parameters], [in_memory(p) for p in parameters])
@@ -163,7 +163,7 @@ def takes(settings: Compression, tensor: Tensor) -> bool:
     return settings.name != "none"
 
 
-def sums(settings: Compression, group: Group, stretches: Sequence[Tensors], seed: int) -> CompressedSums:
+def sums(settings: Compression, group: Members, stretches: Sequence[Tensors], seed: int) -> CompressedSums:
     """Sums of stretches over the workers of a group, compressed by a method."""
     made = codec(settings)
     return PowerSums(group, stretches, seed, settings.rank) if made is None else CodedSums(group, stretches, seed, made)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy as np
 import torch
 
 from verbund.comm.collectives import Group
+from verbund.comm.members import Members
 from verbund.job import AXES
 from verbund.mesh.axes import Mesh
 
@@ -16,7 +19,6 @@ class Groups:
     """This worker's peers.
 
     Args:
-        everybody: all workers of all islands.
         island: the workers of this one's island.
         islands: those at the same place in the other islands, by island.
         batch: those that share the samples of a step (axes `data` and `shard`; islands too where they add up the
@@ -29,9 +31,8 @@ class Groups:
         replica: those that hold one replica's parameters between them (all axes but `data`).
     """
 
-    everybody: Group
     island: Group
-    islands: Group
+    islands: Members
     batch: Group
     data: Group
     shard: Group
@@ -42,26 +43,37 @@ class Groups:
 
     @staticmethod
     def of(mesh: Mesh, everybody: Group, synchronous: bool = True) -> Groups:
-        """The groups of a mesh; all workers call it together.
+        """The groups of a mesh whose workers all are in one; all workers call it together.
 
         Args:
             mesh: the axes.
             everybody: all workers.
             synchronous: whether the islands add up the gradients of every step.
         """
-        joint = ("islands",) if synchronous else ()
+        island, islands = _along(everybody, mesh, *AXES), _along(everybody, mesh, "islands")
+        return Groups._inside(mesh, island, islands, everybody if synchronous and mesh.islands > 1 else None)
 
+    @staticmethod
+    def apart(mesh: Mesh, island: Group, islands: Members) -> Groups:
+        """The groups of a mesh whose islands train alone, joined by something else than their workers are.
+
+        Args:
+            mesh: the axes.
+            island: the workers of this one's island.
+            islands: those at the same place in the other islands.
+        """
+        return Groups._inside(mesh, island, islands, None)
+
+    @staticmethod
+    def _inside(mesh: Mesh, island: Group, islands: Members, everybody: Group | None) -> Groups:
         def along(*axes: str) -> Group:
-            if mesh.size(*axes) == mesh.world:
-                return everybody
-            return everybody.part("+".join(axes), mesh.peers(*axes))
+            return _along(island, mesh, *axes)
 
         return Groups(
-            everybody=everybody,
-            island=along(*AXES),
-            islands=along("islands"),
-            batch=along(*joint, "data", "shard"),
-            data=along(*joint, "data"),
+            island=island,
+            islands=islands,
+            batch=_along(everybody, mesh, "islands", "data", "shard") if everybody else along("data", "shard"),
+            data=_along(everybody, mesh, "islands", "data") if everybody else along("data"),
             shard=along("shard"),
             tensor=along("tensor"),
             pipeline=along("pipeline"),
@@ -69,9 +81,22 @@ class Groups:
             replica=along("shard", "tensor", "pipeline"),
         )
 
+    def gather(self, arrays: dict[str, np.ndarray[Any, Any]], what: str) -> list[dict[str, Any]]:
+        """The named arrays of all workers, by rank; names, types and shapes may differ. They cross between two islands
+        once."""
+        across = self.islands.all_gather_arrays(arrays, what)
+        packed = {f"{island} {name}": array for island, own in enumerate(across) for name, array in own.items()}
+        rows = self.island.all_gather_arrays(packed, what)
+        found: list[dict[str, Any]] = [{} for _ in range(len(across) * len(rows))]
+        for place, row in enumerate(rows):
+            for key, array in row.items():
+                island, _, name = key.partition(" ")
+                found[int(island) * len(rows) + place][name] = array
+        return found
+
     def notes(self) -> list[str]:
         """What the groups have for the user; each comes from the first member of its group."""
-        groups = [getattr(self, field.name) for field in fields(self)]
+        groups = [group for field in fields(self) if isinstance(group := getattr(self, field.name), Group)]
         return list(dict.fromkeys(group.note for group in groups if group.note is not None and group.rank == 0))
 
     @staticmethod
@@ -79,3 +104,11 @@ class Groups:
         """The groups of a single process."""
         group = Group(None, 0, 1, device, 60.0)
         return Groups(*(group,) * len(fields(Groups)))
+
+
+def _along(group: Group, mesh: Mesh, *axes: str) -> Group:
+    """The part of a group of all workers, or of an island's, that some axes span."""
+    if mesh.size(*axes) == group.world:
+        return group
+    first = 0 if group.world == mesh.world else mesh.peers(*AXES)[0]
+    return group.part("+".join(axes), [rank - first for rank in mesh.peers(*axes)])

@@ -10,12 +10,14 @@ import torch
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
+from verbund.comm.ring import WireGroup
 from verbund.comm.store import Store
+from verbund.comm.wire.address import Tcp
 from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
 from verbund.data.prepare import Prepared
 from verbund.data.samples import Samples
 from verbund.data.sets import open_sets
-from verbund.job import Job
+from verbund.job import AXES, Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
@@ -77,7 +79,7 @@ class Island:
         """
         settings = worker.settings
         job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
-        world, rank = worker.spec.world, worker.spec.rank
+        rank = worker.spec.rank
         place = device.choose(worker.spec.place, worker.spec.neighbours)
         threads = device.use_threads(job.cluster.threads, worker.spec.neighbours)
         task = tasks.load(job)
@@ -88,10 +90,32 @@ class Island:
             loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
         worker.doing("meeting the other workers", 0)
-        timeout = job.cluster.step_deadline + 60.0
-        group = Group(Store(worker.ask, "island", timeout), rank, world, place, timeout, worker.address)
         mesh = Mesh.of(job.strategy, rank)
-        groups = Groups.of(mesh, group, synchronous=not job.strategy.exchange.local)
+        groups = _meet(worker, job, mesh, place)
         for note in groups.notes():
             worker.send("note", text=note)
         return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)
+
+
+def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device) -> Groups:
+    timeout = job.cluster.step_deadline + 60.0
+    if not job.islands_apart:
+        # Without a trusted network all are on one host.
+        address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
+        everybody = Group(Store(worker.ask, "island", timeout), mesh.rank, mesh.world, place, timeout, address)
+        return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+    own = mesh.place(*AXES)
+    store = Store(worker.ask, f"island {mesh.island}", timeout)
+    island = Group(store, own, mesh.size(*AXES), place, timeout)
+    islands = WireGroup(
+        Store(worker.ask, "islands", timeout),
+        mesh.island,
+        mesh.islands,
+        str(Tcp(worker.address, 0)),
+        worker.meeting.secret,
+        timeout,
+        f"islands/{own}",
+        place,
+    )
+    worker.at_end.append(islands.leave)
+    return Groups.apart(mesh, island, islands)

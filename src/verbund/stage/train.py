@@ -51,7 +51,8 @@ def work(worker: Worker) -> dict[str, Any]:
         address=worker.spec.address,
     )
     links = Links()
-    worker.at_end.append(lambda: _close(journal, links, island))
+    # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
+    worker.at_end.insert(0, lambda: _close(journal, links, island))
     replica = island.replica(worker)
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)

@@ -85,7 +85,7 @@ def evaluate(
             evaluator.add(index, output, targets, sums, batch.ids, own)
     state = evaluator.state()
     start = time.monotonic_ns()
-    states = island.groups.everybody.all_gather_arrays(state, "the gathering of metrics")
+    states = island.groups.gather(state, "the gathering of metrics")
     gathered(start, time.monotonic_ns())
     batches = math.ceil(len(samples) / job.validate_.batch)
     return evaluator.merge(states, batches=batches, samples=len(samples))

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import Group, Work
 from verbund.comm.compression.codec import Codec
 from verbund.comm.compression.sums import CompressedSums, Tensors
+from verbund.comm.members import Members, Work
 from verbund.randomness.hash import combine
 
 
@@ -30,7 +30,7 @@ class CodedSums(CompressedSums):
         codec: what values travel as.
     """
 
-    def __init__(self, group: Group, stretches: Sequence[Tensors], seed: int, codec: Codec) -> None:
+    def __init__(self, group: Members, stretches: Sequence[Tensors], seed: int, codec: Codec) -> None:
         super().__init__(group, stretches, seed)
         direct = group.world <= 2 or not codec.again
         kind = _Direct if direct else _ByChunks
@@ -65,7 +65,7 @@ class CodedSums(CompressedSums):
 class _Direct:
     """All workers get all messages."""
 
-    def __init__(self, stretch: Tensors, group: Group, codec: Codec) -> None:
+    def __init__(self, stretch: Tensors, group: Members, codec: Codec) -> None:
         self._stretch, self._group, self._codec = stretch, group, codec
         self._slices = codec.slices(len(stretch.values))
         size = codec.size(len(stretch.values))
@@ -106,7 +106,7 @@ class _Direct:
 class _ByChunks:
     """Each worker adds up one chunk."""
 
-    def __init__(self, stretch: Tensors, group: Group, codec: Codec) -> None:
+    def __init__(self, stretch: Tensors, group: Members, codec: Codec) -> None:
         self._stretch, self._group, self._codec = stretch, group, codec
         count = len(stretch.values)
         step = -(-count // (group.world * codec.unit)) * codec.unit

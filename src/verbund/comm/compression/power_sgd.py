@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import Group, Work
 from verbund.comm.compression.sums import CompressedSums, Tensors
+from verbund.comm.members import Members, Work
 from verbund.randomness.hash import combine, text_key
 
 
@@ -51,7 +51,7 @@ class PowerSums(CompressedSums):
         rank: columns of P and Q.
     """
 
-    def __init__(self, group: Group, stretches: Sequence[Tensors], seed: int, rank: int) -> None:
+    def __init__(self, group: Members, stretches: Sequence[Tensors], seed: int, rank: int) -> None:
         super().__init__(group, stretches, seed)
         self._matrices = [
             [_Matrix(name, s, part, shape) for (name, part), shape in zip(s.parts().items(), s.shapes, strict=True)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verbund.comm.collectives import Group, Work
+from verbund.comm.members import Members, Work
 
 MEASURED_EVERY = 10
 """Compressed steps of which one is measured: how much was left out."""
@@ -103,7 +103,7 @@ class CompressedSums(ABC):
         seed: of all that is drawn.
     """
 
-    def __init__(self, group: Group, stretches: Sequence[Tensors], seed: int) -> None:
+    def __init__(self, group: Members, stretches: Sequence[Tensors], seed: int) -> None:
         self.group, self.stretches, self.seed = group, list(stretches), seed
         self.totals = Totals(group.world)
         self.stamps: list[Stamps] = []

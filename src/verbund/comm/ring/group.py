@@ -34,9 +34,10 @@ _ENDED = select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP
 class Work:
     """A collective under way."""
 
-    def __init__(self, name: str, do: Callable[[], None]) -> None:
+    def __init__(self, name: str, do: Callable[[], None], landed: Callable[[], None] | None = None) -> None:
         self.name = name
         self.do = do
+        self._landed = landed
         self.over = threading.Event()
         self.error: PeerLost | None = None
 
@@ -49,10 +50,13 @@ class Work:
         self.over.wait()  # each step of it has a deadline
         if self.error is not None:
             raise self.error
+        if self._landed is not None:
+            self._landed()
+            self._landed = None
 
 
 class WireGroup:
-    """Members that exchange tensors of the host's memory over connections of their own.
+    """Members that exchange tensors over connections of their own. Those on a device go by way of the host.
 
     All start the group's collectives in the same order. Tensors must stay as they are until a collective is over.
 
@@ -64,6 +68,7 @@ class WireGroup:
         credentials: why they trust each other.
         timeout: seconds after which a member that says nothing counts as lost.
         name: of the group; another one for each group and generation of a store.
+        device: where the tensors lie.
     """
 
     def __init__(
@@ -75,27 +80,21 @@ class WireGroup:
         credentials: Credentials = None,
         timeout: float = 60.0,
         name: str = "islands",
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self.world = rank, world
+        self.device = device or torch.device("cpu")
         self._timeout = timeout
         found = connect(store, name, rank, world, address, credentials, timeout) if world > 1 else {}
         self._peers = {other: Peer(other, connection, timeout) for other, connection in sorted(found.items())}
         self._started = 0
+        self._last: Work | None = None
         self._lost: PeerLost | None = None
         self._sendings: list[Sending] = []
         """What the collective under way has sent; it is over when that has left."""
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"collectives of {name}", daemon=True)
         self._thread.start()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors lie."""
-        return torch.device("cpu")
-
-    def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor to exchange."""
-        return torch.empty(count, dtype=dtype)
 
     def sent_bytes(self) -> dict[int, int]:
         """Bytes sent so far, by the rank they went to."""
@@ -108,22 +107,25 @@ class WireGroup:
     def start_all_reduce(self, tensor: Tensor, maximum: bool = False) -> Work | None:
         """Starts adding up (or taking the maximum of) a contiguous tensor over all members, in place."""
         add = torch.maximum if maximum else torch.add
-        flat = tensor.detach().view(-1)
+        flat, landed = _on_host(tensor)
         small = flat.nbytes <= _DIRECT
-        return self._start("an all-reduce", self._reduce_directly if small else self._reduce_in_a_ring, flat, add)
+        do = self._reduce_directly if small else self._reduce_in_a_ring
+        return self._start("an all-reduce", do, flat, add, landed=landed)
 
     def start_all_gather(self, whole: Tensor, share: Tensor) -> Work | None:
         """Starts gathering the equal shares of all members, by rank, into the contiguous `whole`."""
-        shares = self._parts(whole)
+        flat, landed = _on_host(whole)
+        shares = self._parts(flat)
         shares[self.rank].copy_(share.detach().view(-1))
-        return self._start("an all-gather", self._gather, shares)
+        return self._start("an all-gather", self._gather, shares, landed=landed)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor) -> Work | None:
         """Starts sending the r-th of `world` equal parts of `sent` to member r; `received` gets what the others sent,
         by rank. Both contiguous and of equal size."""
-        parts, own = self._parts(received), self._parts(sent)
+        flat, landed = _on_host(received)
+        parts, own = self._parts(flat), self._parts(sent.cpu())
         parts[self.rank].copy_(own[self.rank])
-        return self._start("an all-to-all", self._deal, parts, own)
+        return self._start("an all-to-all", self._deal, parts, own, landed=landed)
 
     def start_reduce_scatter(self, target: Tensor, values: Tensor) -> Work | None:
         """Starts adding up the r-th of `world` equal parts of `values` for member r, in the order of ranks."""
@@ -183,18 +185,29 @@ class WireGroup:
         """Waits for what member `source` sends under `tag`; shape and dtype must be what was sent."""
         self.finish(self._start(what, self._receive_sent, tensor, source, tag), what)
 
+    def leave(self, seconds: float = 1.0) -> None:
+        """Tells the others that this member needs nothing more of them, unless something is under way.
+
+        Args:
+            seconds: within which what was sent has left; the connections stay.
+        """
+        if self._last is not None and not self._last.over.is_set():
+            return
+        for peer in self._peers.values():
+            if not peer.left and self._lost is None:
+                peer.send(("leave", 0, 0), {})
+            peer.finish()
+        deadline = time.monotonic() + seconds
+        for peer in self._peers.values():
+            peer.flush(deadline)
+
     def close(self) -> None:
         """Leaves the group; what was started is done before, or fails by its deadlines."""
         self._works.put(None)
         self._thread.join()
+        self.leave(_FLUSH_SECONDS)
         for peer in self._peers.values():
-            if not peer.left and self._lost is None:
-                peer.send(("leave", 0, 0), {})
-        for peer in self._peers.values():
-            peer.finish()
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        for peer in self._peers.values():
-            peer.close(deadline)
+            peer.close()
 
     # The collectives; all run in the group's thread.
 
@@ -285,13 +298,17 @@ class WireGroup:
 
     # How they are started, and wait.
 
-    def _start(self, name: str, do: Callable[..., None], *arguments: Any) -> Work | None:
+    def _start(
+        self, name: str, do: Callable[..., None], *arguments: Any, landed: Callable[[], None] | None = None
+    ) -> Work | None:
         self._check()
         if self.world == 1:
+            if landed is not None:
+                landed()
             return None
         op = self._started
         self._started += 1
-        work = Work(name, lambda: do(op, *arguments))
+        work = self._last = Work(name, lambda: do(op, *arguments), landed)
         self._works.put(work)
         return work
 
@@ -411,6 +428,17 @@ def _key(kind: str, fields: dict[str, Any]) -> Key:
     if not isinstance(numbers, list) or len(numbers) != 2 or not all(type(number) is int for number in numbers):
         raise WireError("a message is of no collective")
     return kind, numbers[0], numbers[1]
+
+
+def _on_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """A tensor's values in the host's memory, flat; and where that is another one, what brings them back."""
+    flat = tensor.detach().view(-1)
+    host = flat.cpu()
+
+    def back() -> None:
+        flat.copy_(host)
+
+    return host, None if host.data_ptr() == flat.data_ptr() else back
 
 
 def _placed(message: Message, places: Mapping[str, Place]) -> Message:

@@ -47,6 +47,7 @@ def connect(
                 other = _who(connection, name, deadline)
                 if other in missing:
                     found[other] = connection
+                    connection.break_after(timeout)
                 else:
                     connection.close()  # a stray
         except BaseException:
@@ -64,6 +65,7 @@ def _dialled(
         address = store.get(f"{name}/{other}").decode()
         connection = dial(address, credentials, max(deadline - time.monotonic(), 1e-3), stall=timeout)
         connection.send(_HELLO, {"group": name, "rank": rank})
+        connection.break_after(timeout)
     except (RuntimeError, LookupError, OSError, WireError) as error:  # what stores and wires raise
         raise PeerLost(f"rank {other} of {name} cannot be reached: {str(error).strip().splitlines()[0]}") from error
     return connection

@@ -88,9 +88,12 @@ class Peer:
         """Sends what is queued, and then no more."""
         self._queue.put(None)
 
-    def close(self, deadline: float) -> None:
-        """Ends the connection as soon as `finish` is done, at the latest at `deadline` on the monotonic clock."""
+    def flush(self, deadline: float) -> None:
+        """Waits until `finish` is done, at the latest until `deadline` on the monotonic clock."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Ends the connection."""
         self.connection.end()
         self._thread.join()
         self.connection.close()
