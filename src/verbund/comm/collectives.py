@@ -63,6 +63,7 @@ class Group:
         self._gloo: Any = None
         self._nccl: Any = None
         self._store: Any = None
+        self._root = store  # a store of Python's is of no use to torch once Python has let go of it
         self._host: Host | None = None
         self._numbers = list(range(world))  # the members' in the island
         self._shared: SharedGroup | None = None
@@ -94,6 +95,7 @@ class Group:
         part = Group(None, 0, 1, self.device, self._timeout, self._address)
         part.rank, part.world = ranks.index(self.rank), len(ranks)
         if part.world > 1:
+            part._root = self._root
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
             part._host, part._numbers = self._host, [self._numbers[rank] for rank in ranks]
             part._meet()
