@@ -32,6 +32,7 @@ from verbund.comm.wire import (
     dial,
     handshake,
     listen,
+    stream,
     tls,
 )
 from verbund.comm.wire import listener as listening
@@ -101,6 +102,35 @@ def test_a_descriptor_tells_of_connections() -> None:
             assert select.select([listener], [], [], 5.0)[0]
             listener.accept(0.0).close()
             assert not select.select([listener], [], [], 0.0)[0]
+
+
+@pytest.mark.parametrize("credentials", [None, SECRET], ids=["plain", "tls"])
+def test_large_messages_that_come_in_small_pieces(credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for them is not woken for every piece, and gets the last ones too."""
+    polls = 0
+
+    def counted(sock: socket.socket, event: int, timeout: float) -> bool:
+        nonlocal polls
+        polls += event == select.POLLIN
+        return polled(sock, event, timeout)
+
+    def dribble(connection: Connection, sizes: list[int]) -> None:
+        for size in sizes:
+            connection.send("x", x=np.ones(size, np.uint8))
+
+    polled = stream.polled
+    for kind in (tls.Tls, stream.Plain):
+        send = kind.send
+        monkeypatch.setattr(kind, "send", lambda self, view, send=send: (time.sleep(2e-4), send(self, view[:1400]))[1])
+    sizes = [30_000, 36_863, 36_864, 70_000, 98_304, 150_000, 500_003]
+    with joined("tcp:127.0.0.1:0", credentials, credentials) as (one, other):
+        monkeypatch.setattr(stream, "polled", counted)
+        sender = threading.Thread(target=dribble, args=(one, sizes))
+        sender.start()
+        for size in sizes:
+            assert len(other.receive(10.0).arrays["x"]) == size
+        sender.join()
+    assert polls < sum(sizes) / 1400 / 2
 
 
 class TestTrust:

@@ -11,6 +11,9 @@ from verbund.comm.wire.failure import Closed, Deadline
 
 _LONGEST_POLL = 86400.0
 _UNIX_BUFFER = 1 << 22  # bytes; TCP finds its own measure
+_TOGETHER = 1 << 16  # bytes of a large message for which who waits is woken: not for every packet
+_FEW = 1 << 12  # bytes that are not worth it
+_RECORD = 1 << 15  # bytes, more than what TLS may hold back of a record that is not whole yet
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
@@ -104,7 +107,7 @@ def receive_some(stream: Stream, view: memoryview, deadline: float | None, stall
             count = stream.receive(view)
         except BlockingIOError:
             left = stall or _LONGEST_POLL if deadline is None else deadline - time.monotonic()
-            if left <= 0 or not polled(stream.sock, select.POLLIN, left):
+            if left <= 0 or not _readable(stream.sock, view.nbytes, left):
                 if deadline is not None:
                     raise Deadline("nothing arrived in time") from None
                 if stall:
@@ -115,6 +118,21 @@ def receive_some(stream: Stream, view: memoryview, deadline: float | None, stall
         if count == 0:
             raise Closed("the peer closed the connection")
         return count
+
+
+def _readable(sock: socket.socket, missing: int, timeout: float) -> bool:
+    """Whether something comes within so many seconds; where `missing` bytes must come, not before there are many."""
+    enough = min(missing - _RECORD, _TOGETHER)
+    if enough < _FEW or sock.family == socket.AF_UNIX:
+        return polled(sock, select.POLLIN, timeout)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
+        try:
+            return polled(sock, select.POLLIN, timeout)
+        finally:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    except OSError as error:
+        raise Closed(f"the peer is gone: {error}") from None
 
 
 def prepare(sock: socket.socket) -> None:
