@@ -1,18 +1,18 @@
 """DiLoCo between 4 islands against synchronous training on the same tokens, on a small language model.
 
-    python bench/diloco.py [--quick] [--steps 600]
+    python bench/diloco.py [--quick] [--steps 1500]
 
-A GPT reads the bytes of Python's own documentation: `pydoc_data.topics` and the docstrings of the standard library, each
-paragraph once, of which every 25th run of paragraphs is held out. All rows train for as many steps of the same global
-batch. Synchronous training adds up gradients in every step (`exchange = "all_reduce"`). It and DiLoCo with int4 each try
-a grid of learning rates, and each takes its best; the other rows take DiLoCo's. `alone` is one island on its quarter of
-the text and of the batch, `own data` four islands that each draw from their own quarter.
+A GPT reads the bytes of Python's own documentation: `pydoc_data.topics` and the docstrings of the standard library,
+each paragraph once, of which every 25th run of paragraphs is held out. All rows train for as many steps of the same
+global batch. Synchronous training adds up gradients in every step (`exchange = "all_reduce"`). It and DiLoCo with int4
+each try a grid of learning rates, and each takes its best; the other rows take DiLoCo's. `alone` is one island on its
+quarter of the text and of the batch, `own data` four islands that each draw from their own quarter.
 
-Prints a table and one JSON line: per row the validation loss and its ratio to the best synchronous one's; the bytes that
-all workers send between islands, and how many times fewer they are. Those of rows that exchange parameters are counted by
-the run (`exchange.bytes_with`); those of synchronous training are computed as the run counts, 2 (n - 1) / n times the
-gradients' bytes per worker and step. The bigram model is counted on all of the training text, with the best of several
-numbers added to every count.
+Prints a table and one JSON line: per row the validation loss and its ratio to the best synchronous one's; the bytes
+that all workers send between islands, and how many times fewer they are. Those of rows that exchange parameters are
+counted by the run (`exchange.bytes_with`); those of synchronous training are what the run counts for one exchange
+without compression (2 (n - 1) / n times the model's bytes, of each of n workers), times the steps. The bigram model is
+counted on all of the training text, with the best of several numbers added to every count.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ class Bench:
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
         self._number = 0
+        self._one_sum = 0.0
 
     def train(self, row: Row) -> dict[str, Any]:
         """The figures of a row."""
