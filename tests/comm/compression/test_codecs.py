@@ -180,3 +180,11 @@ def test_largest(count: int, kind: str) -> None:
     places = largest(values, count)
     assert len(places.unique()) == count
     assert torch.equal(values[places].abs().sort().values, values.abs().topk(count).values.flip(0))
+
+
+@pytest.mark.parametrize("size", range(1, 400, 7))
+def test_largest_of_few(size: int) -> None:
+    """Also where the sample that is looked at first is smaller than what is wanted of it."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    for count in {1, size // 9, size // 5, size // 4, size} - {0}:
+        assert torch.equal(values[largest(values, count)].abs().sort().values, values.abs().topk(count).values.flip(0))

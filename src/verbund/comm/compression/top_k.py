@@ -65,7 +65,7 @@ def largest(values: Tensor, count: int) -> Tensor:
     if _SAMPLE <= count < len(values) // 4:
         sample = sizes[::_SAMPLE]
         rank = count * len(sample) // len(values)
-        bound = sample.topk(rank + rank // 4 + 8, sorted=False).values.min()
+        bound = sample.topk(min(rank + rank // 4 + 8, len(sample)), sorted=False).values.min()
         candidates = _places(sizes.lt(bound).logical_not_())
         if len(candidates) >= count:
             return candidates[_top(sizes[candidates], count)]
