@@ -349,3 +349,36 @@ def test_verify_leaves_the_exchange_out(make_job: MakeJob, shared_cluster: Local
     assert found["passed"]
     assert found["strategy"] == "islands=2"
     assert any("`diloco` train alone" in line for line in lines(found))
+
+
+CHANGED = [
+    {"fragments": 1, "delay": 0},
+    {"fragments": 3},
+    {"fragments": 4, "delay": 1},
+    {"delay": 0},
+    {"every": 4},
+    {"outer_momentum": 0.0},
+    {"compression": "int8"},
+    {"compression": {"name": "power_sgd", "rank": 1, "minimum_ratio": 1.0}, "mixing": 0.2},
+    {"fragments": 1, "delay": 0, "adaptive": True},
+]
+
+
+@pytest.mark.parametrize("changed", CHANGED, ids=name_of)
+@pytest.mark.parametrize("back", [False, True])
+def test_resumed_with_other_settings_of_the_exchange(
+    changed: dict[str, Any], back: bool, run_job: Callable[..., Run]
+) -> None:
+    """Whatever changed, the run goes on from what the islands have in common at least."""
+    settings = {"name": "diloco", "every": 6, "fragments": 2, "delay": 3}
+    first, then = settings, settings | changed
+    if back:
+        first, then = then, first
+    changes = {"strategy.islands": 2, "strategy.exchange": first, "train.global_batch": 40}
+    run = run_job(NORMALISED, changes | {"train.steps": 16, "checkpoint.every": 8, "checkpoint.keep": 9})
+    cut = _cut(run, 8)
+    again = launch.resume(cut.path, {"strategy.exchange": then})
+    assert again.summary["steps"] == 16
+    told = any("dropped" in note or "begins anew" in note for note in again.summary["notes"])
+    # With one fragment all have been exchanged after the same step: then it does not matter how many there are now.
+    assert told == ("outer_momentum" in changed or ("fragments" in changed and first["fragments"] > 1))

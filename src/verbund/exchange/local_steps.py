@@ -212,11 +212,16 @@ class LocalSteps:
         return {
             "name": self._settings.name,
             "islands": self._group.world,
-            "mesh": self._replica.strategy.mesh,
+            "cut": self._cut,
             "last": list(self._last),
             "waiting": [[fragment, due] for fragment, due, _ in self._waiting],
             "adaptive": self._adaptive.state() if self._adaptive is not None else None,
         }
+
+    @property
+    def _cut(self) -> list[Any]:
+        """On what it depends which tensors a fragment has."""
+        return [self._settings.fragments, self._replica.strategy.mesh]
 
     def pieces(self) -> Iterator[Piece]:
         """This worker's part of what only the exchange knows; to be asked for inside of `swapped`, after `drain`."""
@@ -253,22 +258,29 @@ class LocalSteps:
         record = checkpoint.state.get("exchange") or {}
         if record.get("name") != self._settings.name:
             return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
-        with torch.no_grad():
-            for fragment in self._fragments:
-                if fragment.moments:
+        saved = set(checkpoint.names("exchange"))
+        notes = []
+        had, has = any(name.startswith("outer/") for name in saved), any(f.moments for f in self._fragments)
+        if had and has:
+            with torch.no_grad():
+                for fragment in self._fragments:
                     self._fill(checkpoint, "outer", fragment, fragment.moments)
+        elif had or has:
+            notes.append(f"The momentum of the outer optimiser {'was dropped' if had else 'begins anew'}")
         if self._adaptive is not None and record["adaptive"] is not None:
             self._adaptive.load(record["adaptive"])
-        count = record["islands"]
+        count, last = record["islands"], [int(step) for step in record["last"]]
         if count != self._group.world:
-            return [f"There were {count} islands: what each had learnt since the last exchange was dropped"]
-        if record["mesh"] != self._replica.strategy.mesh and (len(record["last"]) > 1 or record["waiting"]):
-            return ["The mesh has changed: what each island had learnt since the last exchange was dropped"]
+            return [*notes, f"There were {count} islands: what each had learnt since the last exchange was dropped"]
+        if record.get("cut") != self._cut:
+            if record["waiting"] or len(set(last)) > 1:
+                what = "The mesh or the fragments have changed"
+                return [*notes, f"{what}: what each island had learnt since the last exchange was dropped"]
+            last = last[:1] * len(self._fragments)
         own = f"island/{self._island}"
-        self._last = [int(last) for last in record["last"]]
+        self._last = last
         with torch.no_grad():
             self._lost.copy_(checkpoint.read("exchange", f"{own}/lost"))
-            saved = set(checkpoint.names("exchange"))
             if (scale := self._replica.loss_scale) is not None and f"{own}/loss_scale" in saved:
                 numbers = checkpoint.read("exchange", f"{own}/loss_scale").tolist()
                 scale.load(dict(zip(scale.state(), numbers, strict=True)))
@@ -288,7 +300,7 @@ class LocalSteps:
                 self._waiting.append((number, due, time.monotonic_ns()))
         if self._island:
             self._replica.state.load_optimizer(checkpoint, "exchange", f"{own}/optimizer/")
-        return []
+        return notes
 
     def _pieces(self, prefix: str, fragment: Fragment, tensors: Sequence[Tensor], owner: bool) -> Iterator[Piece]:
         """Tensors that lie beside those of a fragment, as pieces."""
