@@ -37,7 +37,8 @@ def verify(
     limit, in one process too. So where the limits are not kept both train once more in float64: if they agree there to
     four more digits, what differs is rounding, and the strategy has passed.
 
-    Compression of gradients is inexact, and left out.
+    Compression of gradients is inexact, and left out; so are exchanges of islands that train alone: they add up
+    gradients here.
 
     Args:
         job: what to train.
@@ -108,6 +109,9 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
+_INEXACT = ("strategy.compression", "strategy.exchange")
+
+
 def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     changes: dict[str, Any] = {
         "train.optimizer": {"name": "sgd", "lr": job.train.optimizer.lr},
@@ -118,21 +122,30 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     }
     if strategy is not None:
         changes |= parse_strategy(strategy)
-    changes["strategy.compression"] = {"name": "none"}
+    changes = {key: value for key, value in changes.items() if not key.startswith(_INEXACT)}
+    changes |= {"strategy.compression": {"name": "none"}, "strategy.exchange": {"name": "all_reduce"}}
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
 def _inexact(job: Job, against: str | None) -> list[str]:
-    """Which compressions of the strategies were not used, each with what it is."""
-    methods = [job.strategy.compression.name]
+    """Which compressions and exchanges of the strategies were not used, each with what it is."""
+    strategies = [job.strategy]
     if against is not None:
         other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
-        methods.append(other.strategy.compression.name)
+        strategies.append(other.strategy)
+    compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
+    exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local)
     return [
-        f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up as "
-        "they are"
-        for name in dict.fromkeys(methods)
-        if name != "none"
+        *(
+            f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up "
+            "as they are"
+            for name in compressions
+        ),
+        *(
+            f"exchange `{name}` lets islands train alone: no comparison within rounding is possible, and their "
+            "gradients were added up in every step"
+            for name in exchanges
+        ),
     ]
 
 
@@ -185,7 +198,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def _name(job: Job) -> str:
     strategy = job.strategy
     mesh = {axis: size for axis, size in strategy.mesh.items() if size > 1}
-    words = [f"{axis}={size}" for axis, size in mesh.items()]
+    words = [f"islands={strategy.islands}"] if strategy.islands > 1 else []
+    words += [f"{axis}={size}" for axis, size in mesh.items()]
     if "pipeline" in mesh:
         words.append(f"schedule={strategy.schedule}")
     if "shard" in mesh:
