@@ -45,6 +45,12 @@ def test_what_may_be_left_short(short: dict[str, Any], long: dict[str, Any]) -> 
     assert build(**short).resolved() == build(**long).resolved()
 
 
+def test_changes_stay_the_callers() -> None:
+    exchange = {"name": "diloco"}
+    assert build(**{"strategy.exchange": exchange, "strategy.exchange.every": 3}).strategy.exchange.every == 3
+    assert exchange == {"name": "diloco"}
+
+
 def test_a_key_below_a_value_that_was_left_short() -> None:
     raw = {**RAW, "train": {"steps": 3, "schedule": "cosine", "optimizer": "sgd", "patience": 2}}
     keys = {"train.schedule.warmup": 7, "train.optimizer.momentum": 0.9, "train.patience.metric": "accuracy"}

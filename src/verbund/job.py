@@ -720,7 +720,7 @@ def _change(raw: dict[str, Any], key: str, value: Any) -> None:
             inner = {short: inner}
         place[part] = inner
         place = inner
-    place[last] = value
+    place[last] = copy.deepcopy(value)  # a later change may go below it, and it is the caller's
 
 
 def _touches(key: str, changed: str) -> bool:

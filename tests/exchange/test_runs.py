@@ -348,7 +348,7 @@ def test_verify_leaves_the_exchange_out(make_job: MakeJob, shared_cluster: Local
     found = verify(make_job(MODEL, {"strategy.islands": 2, "strategy.exchange": "diloco"}), steps=2)
     assert found["passed"]
     assert found["strategy"] == "islands=2"
-    assert any("`diloco` train alone" in line for line in lines(found))
+    assert any("`diloco` lets islands train alone" in line for line in lines(found))
 
 
 CHANGED = [
@@ -382,3 +382,35 @@ def test_resumed_with_other_settings_of_the_exchange(
     told = any("dropped" in note or "begins anew" in note for note in again.summary["notes"])
     # With one fragment all have been exchanged after the same step: then it does not matter how many there are now.
     assert told == ("outer_momentum" in changed or ("fragments" in changed and first["fragments"] > 1))
+
+
+def test_what_the_report_counts_of_islands(run_job: Callable[..., Run]) -> None:
+    """What they exchange through memory, and what they hold for exchanges."""
+    changes = {"strategy.islands": 2, "train.steps": 4, "strategy.exchange": {"name": "diloco", "every": 2}}
+    run = run_job(MODEL, changes | {"strategy.exchange.compression": "int8"})
+    plain = run_job(MODEL, changes)
+    if not any("memory" in note for note in plain.summary["notes"]):  # else gloo did it
+        assert plain.summary["bytes"]["shared"] >= plain.summary["exchange"]["bytes_with"]
+    held = plain.summary["memory_promise"]["workers"]["worker 0"]["held"]
+    # The common values, their differences with two numbers, and the moments.
+    assert held["exchange"] == 3 * held["parameters"] + 8
+    compressed = run.summary["memory_promise"]["workers"]["worker 0"]["held"]
+    assert compressed["exchange"] == held["exchange"] + held["parameters"]
+
+
+def test_notes_of_exchanges(run_job: Callable[..., Run]) -> None:
+    """What is inexact is told, and what has no effect."""
+
+    def notes(changes: dict[str, Any]) -> str:
+        return "\n".join(run_job(MODEL, {"train.steps": 2, **changes}).summary["notes"])
+
+    islands = {"strategy.islands": 2, "strategy.exchange": {"name": "local_sgd", "compression": "sign"}}
+    found = notes(islands)
+    assert "Islands train alone (`local_sgd`)" in found
+    assert "Nothing travels as `sign`: the first 100 steps are without compression" in found
+    assert "Differences travel as `int8`" in notes({**islands, "strategy.exchange.compression": "int8"})
+    one = notes({"strategy.exchange": "local_sgd", "data.placement": "island"})
+    assert "has one island and nobody to exchange with: it does nothing" in one
+    assert "`data.placement` has no effect with one island" in one
+    assert "only its outer optimiser steps" in notes({"strategy.exchange": "diloco"})
+    assert "Nothing travels as `top_k`" in notes({"strategy.mesh": {"data": 2}, "strategy.compression": "top_k"})

@@ -135,6 +135,10 @@ def held_back(tmp_path: Path, **how: Any) -> str:
     return "\n".join(summarise(tmp_path, status="done")["held_back"])
 
 
+def test_a_short_start_is_not_zero_seconds(tmp_path: Path) -> None:
+    assert "starting (0.1 s until the first step)" in held_back(tmp_path, steps=5)
+
+
 def test_a_slow_worker_is_named_with_what_it_did(tmp_path: Path) -> None:
     text = held_back(tmp_path, workers=3, slow=1, steps=100, validate_every=1000)
     assert "waiting for worker 1, which spent 1.0 s more per 100 steps computing" in text

@@ -259,3 +259,11 @@ def test_islands(name: str, mesh: dict[str, int], exchange: Any, run_job: RunJob
         assert losses(run)[:5] == losses(whole)[:5]
     workers = 4 if mesh else 2
     assert last(run).shape("exchange", "compression/error/second.weight") == (workers, 64, 64)
+
+
+def test_verify_leaves_out_exchanges(make_job: MakeJob) -> None:
+    strategy = "islands=2,exchange=local_sgd,exchange.every=4,exchange.compression=int8"
+    found = verify(make_job(ODD, parse_strategy(strategy)), steps=1)
+    assert found["passed"]
+    assert found["strategy"] == "islands=2"
+    assert found["left_out"][0].startswith("exchange `local_sgd` lets islands train alone")

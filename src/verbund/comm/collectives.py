@@ -170,7 +170,7 @@ class Group:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that this process has handed over to collectives through shared memory, in all groups of the island."""
+        """Bytes that this process has handed over to collectives through shared memory, in all groups."""
         return 0 if self._host is None else self._host.moved
 
     def start_all_reduce(self, tensor: Tensor, maximum: bool = False) -> Work | None:

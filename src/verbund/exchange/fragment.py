@@ -65,6 +65,13 @@ class Fragment:
         self._arriving = False
         self.under_way = False
 
+    def held_bytes(self) -> int:
+        """Bytes of the common values, the room for differences, the moments, and what compression keeps."""
+        kept = [*self.common, self._sent, *([] if self._moments is None else [self._moments])]
+        if self.sums is not None:
+            kept += [*self.sums.errors().values(), *self.sums.warm().values()]
+        return sum(tensor.nbytes for tensor in kept)
+
     @torch.no_grad()
     def start(self, weight: float, step: int, exact: bool = False) -> None:
         """Sends the difference between the common and this island's own values.

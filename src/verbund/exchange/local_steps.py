@@ -123,6 +123,10 @@ class LocalSteps:
         for fragment, _, _ in self._waiting:
             self._fragments[fragment].receive()
 
+    def held_bytes(self) -> int:
+        """Bytes of what is kept from step to step besides the model itself."""
+        return sum(fragment.held_bytes() for fragment in self._fragments)
+
     def totals(self) -> dict[str, Any]:
         """What the journal has to know."""
         every = [self._plain, *(f.sums.totals for f in self._fragments if f.sums is not None)]

@@ -14,7 +14,7 @@ HOW_RATIO = (
 )
 HOW_ERROR = (
     "an estimate: the norm of what workers left out, taken as independent of each other, ÷ that of what was to be sent "
-    "(gradients and what was left out before); over every tenth step"
+    "(with what was left out before); over every tenth step"
 )
 
 

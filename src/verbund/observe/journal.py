@@ -21,7 +21,7 @@ from verbund.observe.events import ACTIONS, SPANS
 FILE_LIMIT = 1 << 30
 LINE_LIMIT = 1 << 26
 EVENT_LIMIT = 20_000
-HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression", "whole")
+HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression", "exchange", "whole")
 """What `held` says the bytes of."""
 COMPRESSION = ("workers", "steps", "bytes_without", "bytes_with", "seconds", "left_out", "summed")
 """What `compression` and `exchange` count."""

@@ -90,7 +90,8 @@ def _sentence(
         every = _get(settings, "validate", "every", "epoch")
         return f"{of} validating: raise `validate.every` (now {every})."
     if kind == "start":
-        long = duration(timeline.seconds["start"])
+        start = timeline.seconds["start"]
+        long = f"{start:.1f} s" if start < 10.0 else duration(start)
         return f"{of} starting ({long} until the first step): the run is short, a longer one starts no slower."
     return f"{of} what no span describes: time between the steps, or a machine shared with others."
 

@@ -15,7 +15,7 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, VerbundError, nearest
-from verbund.job import CASTS, Job
+from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
 from verbund.observe.memory import left_to_process, peak_bytes
@@ -124,6 +124,15 @@ def _unmeasured(job: Job) -> list[Problem]:
     return problems
 
 
+def _travel(what: str, compression: Compression, steps: int | None) -> list[str]:
+    """What the user should know about a compression."""
+    method, warmup = compression.name, compression.exact_steps
+    if steps is not None and steps <= warmup:
+        without = f"the first {warmup} steps are without compression (`compression.warmup`)"
+        return [f"Nothing travels as `{method}`: {without}, and the training has {steps}"]
+    return [f"{what} as `{method}`, which is inexact: results are not those of a single process"]
+
+
 def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
@@ -160,7 +169,17 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
             notes.append("`strategy.compression` has no effect without the axis `data`")
         else:
-            notes.append(f"Gradients travel as `{method}`, which is inexact: results are not those of a single process")
+            notes += _travel("Gradients travel", job.strategy.compression, total_steps(job, order))
+    exchange = job.strategy.exchange
+    if exchange.local and job.strategy.islands == 1:
+        alone = "only its outer optimiser steps" if exchange.name == "diloco" else "it does nothing"
+        notes.append(f"`strategy.exchange` `{exchange.name}` has one island and nobody to exchange with: {alone}")
+    elif exchange.local:
+        notes.append(f"Islands train alone (`{exchange.name}`): results are not those of a single process")
+        if exchange.compression.name != "none":
+            notes += _travel("Differences travel", exchange.compression, total_steps(job, order))
+    if job.data.placement == "island" and job.strategy.islands == 1:
+        notes.append("`data.placement` has no effect with one island")
     cores = device.cores()
     if job.neighbours > cores and not torch.cuda.is_available():
         notes.append(

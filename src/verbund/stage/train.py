@@ -66,7 +66,8 @@ def work(worker: Worker) -> dict[str, Any]:
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
-    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes()))
+    held = {} if exchange is None else {"exchange": exchange.held_bytes()}
+    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes(), **held))
     if exchange is not None:
         worker.at_end.insert(0, lambda: journal.totals("exchange", **exchange.totals()))
     if (compression := replica.compression) is not None:
@@ -86,7 +87,7 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
 
 def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.island.shared_bytes)
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.everybody.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
 
 

@@ -37,7 +37,8 @@ def verify(
     limit, in one process too. So where the limits are not kept both train once more in float64: if they agree there to
     four more digits, what differs is rounding, and the strategy has passed.
 
-    Compression of gradients is inexact, and left out.
+    Compression of gradients is inexact, and left out; so are exchanges of islands that train alone: they add up
+    gradients here.
 
     Args:
         job: what to train.
@@ -108,6 +109,9 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
+_INEXACT = ("strategy.compression", "strategy.exchange")
+
+
 def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     changes: dict[str, Any] = {
         "train.optimizer": {"name": "sgd", "lr": job.train.optimizer.lr},
@@ -118,7 +122,8 @@ def _plain(job: Job, steps: int, strategy: str | None) -> Job:
     }
     if strategy is not None:
         changes |= parse_strategy(strategy)
-    changes |= {"strategy.compression": {"name": "none"}, "strategy.exchange": "all_reduce"}
+    changes = {key: value for key, value in changes.items() if not key.startswith(_INEXACT)}
+    changes |= {"strategy.compression": {"name": "none"}, "strategy.exchange": {"name": "all_reduce"}}
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
@@ -128,19 +133,20 @@ def _inexact(job: Job, against: str | None) -> list[str]:
     if against is not None:
         other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
         strategies.append(other.strategy)
-    found = []
-    for strategy in strategies:
-        if (name := strategy.compression.name) != "none":
-            found.append(
-                f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added "
-                "up as they are"
-            )
-        if strategy.exchange.local:
-            found.append(
-                f"islands of `{strategy.exchange.name}` train alone between exchanges, which is not what one process "
-                "does: gradients of all islands were added up in every step"
-            )
-    return list(dict.fromkeys(found))
+    compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
+    exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local)
+    return [
+        *(
+            f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up "
+            "as they are"
+            for name in compressions
+        ),
+        *(
+            f"exchange `{name}` lets islands train alone: no comparison within rounding is possible, and their "
+            "gradients were added up in every step"
+            for name in exchanges
+        ),
+    ]
 
 
 def _compare(cluster: Cluster, job: Job, settings: dict[str, Any]) -> dict[str, Any]:

@@ -229,6 +229,26 @@ def test_what_nobody_used_keeps_all_of_its_error(name: str, tmp_path: Path) -> N
     together(2, tmp_path, work)
 
 
+def test_power_sgd_keeps_only_what_does_not_travel(tmp_path: Path) -> None:
+    """Workers whose rows differ, within the same columns: each one's part of Q takes all of it along."""
+
+    def work(group: Group) -> float:
+        stretch = Tensors(torch.zeros(40 * 30), ["a"], [(40, 30)])
+        sums = PowerSums(group, [stretch], 3, 1)
+        draw = np.random.default_rng(1)
+        left, mean, apart = draw.normal(size=40), draw.normal(size=30), draw.normal(size=30)
+        mine = np.outer(left, mean + (apart if group.rank == 0 else -apart)).ravel()
+        for step in range(STEPS):
+            sums.begin(step, 1.0)
+            stretch.flat.copy_(torch.from_numpy(mine))
+            sums.start(0)
+            sums.sent()
+            sums.finish(True, True, set())
+        return float(stretch.error.norm() / np.linalg.norm(mine))
+
+    assert max(together(2, tmp_path, work)) < 1e-4
+
+
 @pytest.mark.parametrize("name", [*METHODS, "power_sgd"])
 def test_a_loss_scale_changes_nothing_else(name: str, tmp_path: Path) -> None:
     """Scales by powers of two: what is kept is kept unscaled."""

@@ -100,6 +100,12 @@ class PowerSums(CompressedSums):
         for matrix in self._every:
             matrix.p.copy_(torch.linalg.qr(matrix.p)[0])
             torch.mm(matrix.p.t(), matrix.values.to(self._q.dtype), out=matrix.q)
+            # What this worker's own part of the sum lacks, not what the mean lacks of its matrix: added up both are the
+            # same, but in the latter the workers' differences pile up that never travel.
+            error = matrix.stretch.error[matrix.part].view_as(matrix.values)
+            torch.sub(matrix.values, matrix.p @ matrix.q, out=error)
+            if self.scale != 1.0:
+                error.div_(self.scale)
         if self.measuring:
             # P is orthonormal: what it does not span is left out.
             before = sum(float(torch.linalg.vector_norm(s.values)) ** 2 for s in self.stretches)
@@ -107,16 +113,11 @@ class PowerSums(CompressedSums):
         self.totals.bytes_with += self.of_all_reduce(self._q.nbytes)
         arrival = time.monotonic_ns()
         self._wait(self.group.start_all_reduce(self._q), arrival)
-        world = self.group.world
         for matrix in self._every:
-            error = matrix.stretch.error[matrix.part].view_as(matrix.values).copy_(matrix.values)
             if self._p.dtype == matrix.values.dtype:
                 torch.mm(matrix.p, matrix.q, out=matrix.values)
             else:
                 matrix.values.copy_(matrix.p @ matrix.q)
-            error.sub_(matrix.values, alpha=1.0 / world)
-            if self.scale != 1.0:
-                error.div_(self.scale)
         if self.measuring:
             self.totals.summed += float(torch.linalg.vector_norm(self._q)) ** 2
 
