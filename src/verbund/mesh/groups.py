@@ -96,8 +96,16 @@ class Groups:
 
     def notes(self) -> list[str]:
         """What the groups have for the user; each comes from the first member of its group."""
-        groups = [group for field in fields(self) if isinstance(group := getattr(self, field.name), Group)]
-        return list(dict.fromkeys(group.note for group in groups if group.note is not None and group.rank == 0))
+        return list(dict.fromkeys(g.note for g in self._collective if g.note is not None and g.rank == 0))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that this process has handed over through shared memory; groups made from one have one count."""
+        return max((group.shared_bytes for group in self._collective), default=0)
+
+    @property
+    def _collective(self) -> list[Group]:
+        return [group for field in fields(self) if isinstance(group := getattr(self, field.name), Group)]
 
     @staticmethod
     def alone(device: torch.device) -> Groups:

@@ -87,7 +87,7 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
 
 def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.everybody.shared_bytes)
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
 
 
