@@ -45,7 +45,12 @@ Workers = Annotated[
 ]
 StrategyText = Annotated[
     str | None,
-    typer.Option("--strategy", metavar="TEXT", help="Axes of the mesh: data=2 or tensor=2,pipeline=2; others 1."),
+    typer.Option(
+        "--strategy",
+        metavar="TEXT",
+        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · data=4,compression=int8; "
+        "axes that are not named are 1.",
+    ),
 ]
 ClusterKind = Annotated[
     str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local or hosts.")

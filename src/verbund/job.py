@@ -287,7 +287,7 @@ class Exchange(Section):
     """local_sgd, diloco: steps between two exchanges; default 16 and 64."""
     adaptive: bool = False
     """local_sgd, diloco: the steps between two exchanges become fewer as the loss falls; `every` is their first
-    number."""
+    number, and after every 8 exchanges there is a new one."""
     outer_lr: Annotated[float, Field(gt=0.0)] = 0.7
     """diloco: learning rate of the outer optimiser."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -297,8 +297,8 @@ class Exchange(Section):
     delay: Annotated[int, Field(ge=0)] = 0
     """local_sgd, diloco: steps for which training goes on while an exchange is under way."""
     mixing: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """With `delay`: the share of an island's own values that stays when an exchange arrives; default 0.5, and 0 where
-    there is no delay."""
+    """local_sgd, diloco: the share of an island's own values that stays when an exchange arrives; default 0.5 with a
+    `delay`, else 0."""
     compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
     """local_sgd, diloco: what the differences of parameters are sent as."""
 
@@ -419,7 +419,7 @@ class Cluster(Section):
     fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
     slots: Annotated[Positive | list[Positive] | None, Field(examples=[4])] = None
     """Kind `hosts`: workers that a host takes, or a list with one number a host; default: an even share."""
-    command: str = "ssh {host}"
+    command: str = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host}"
     """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
     none."""
     trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None

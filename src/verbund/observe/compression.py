@@ -32,13 +32,14 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
 
 def measure_exchange(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     """`exchange` of a summary: of the exchange between islands that was used last; None where gradients are added up in
-    every step. `steps` is how often everything was exchanged."""
+    every step. `exchanges` is how often everything was exchanged."""
     saying = [(j, j.exchange) for j in journals if j.role == "worker" and j.exchange]
     found = _added(saying, HOW_EXCHANGE)
     if found is None:
         return None
     compression = max(saying, key=lambda pair: pair[0].generation)[1].get("compression", "none")
-    return {**found, "compression": compression, "exchanges": found.pop("steps")}
+    exchanges, seconds = found.pop("steps"), found.pop("seconds")
+    return {**found, "compression": compression, "exchanges": exchanges, "seconds_compressing": seconds}
 
 
 def _added(saying: Sequence[tuple[ProcessJournal, dict[str, Any]]], how: str) -> dict[str, Any] | None:
