@@ -234,6 +234,35 @@ def test_a_stopped_member_is_named_at_the_deadline(tmp_path: Path) -> None:
         end(all_)
 
 
+def until_told(group: Group, tell: Any, folder: str) -> str:
+    tell(os.getpid())
+    while True:
+        time.sleep(0.05 * group.rank)  # member 0 waits nearly always
+        told = torch.tensor([float(os.path.exists(os.path.join(folder, "enough")))])
+        group.all_reduce(told, "the sum", maximum=True)
+        if told.item():
+            return "done"
+
+
+def test_members_that_were_suspended_together_go_on(tmp_path: Path) -> None:
+    """As a container that is paused: the standstill is nobody's fault, however long it was."""
+    (meeting := tmp_path / "meeting").mkdir()
+    all_ = members.start(meeting, 2, until_told, str(tmp_path), timeout=1.0)
+    try:
+        pids = [member.result() for member in all_]
+        for _ in range(3):
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.3)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.1)
+        (tmp_path / "enough").touch()
+        assert [member.result() for member in all_] == ["done"] * 2
+    finally:
+        end(all_)
+
+
 def test_nothing_is_left_of_members_killed_at_any_moment(tmp_path: Path) -> None:
     """Neither in /dev/shm nor of the kernel's shared memory."""
     before = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []

@@ -19,6 +19,7 @@ _TRIES_CROWDED = 5
 _NAP = 0.002  # between two looks at whether the others live
 _NAP_BUSY = 0.0002  # while collectives of other groups are under way
 _LOOK = 0.005
+_STANDSTILL = 0.5  # a look that comes so late: this process was suspended, and the others perhaps with it
 
 
 class Line(Protocol):
@@ -92,6 +93,8 @@ class Progress:
             if not begun:
                 begun = looked = now
             if now - looked >= _LOOK:
+                if now - looked >= _STANDSTILL:
+                    begun += now - looked
                 looked = now
                 self._look(line, what)
                 if now - begun >= timeout:
