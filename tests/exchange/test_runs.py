@@ -18,10 +18,11 @@ from verbund.checkpoint import folder
 from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.supervisor import Supervisor
-from verbund.errors import InputError, Interrupted
+from verbund.errors import ClusterLost, InputError, Interrupted
 from verbund.exchange.adaptive import EXCHANGES as PERIOD
 from verbund.exchange.adaptive import AdaptiveSteps
 from verbund.job import parse_strategy
+from verbund.observe.journal import read
 from verbund.run import Run
 from verbund.stage import launch
 from verbund.stage.verify import lines, verify
@@ -57,6 +58,38 @@ def test_resumed_as_if_never_interrupted(exchange: dict[str, Any], broken: int, 
     # Bit for bit: nothing is computed in another order.
     close(again, whole, 0.0)
     assert again.summary["metrics"] == whole.summary["metrics"]
+
+
+KILLED = (
+    MODEL
+    + """
+import os, signal, time
+from pathlib import Path
+from torch.nn.functional import cross_entropy
+
+HERE = Path(__file__).parent
+
+def loss(output, targets):
+    time.sleep(0.02)
+    if list(HERE.glob("**/checkpoints/latest")) and not (HERE / "struck").exists():
+        (HERE / "struck").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cross_entropy(output, targets, reduction="none")
+"""
+)
+
+
+def test_no_step_is_missing_after_a_kill(run_job: Callable[..., Run], tmp_path: Path) -> None:
+    """An island's worker dies right after a checkpoint: the steps before it are in the record, and what was sent."""
+    changes = {"strategy.islands": 2, "strategy.exchange": "diloco", "checkpoint.every": 8, "train.objective": None}
+    with pytest.raises(ClusterLost, match="killed by SIGKILL"):
+        run_job(KILLED, changes | {"train.steps": 64, "train.global_batch": 20})
+    again = launch.resume(tmp_path / "run-1", {"train.steps": 17})
+    assert again.summary["generations"] == 2
+    assert (again.summary["steps"], again.summary["samples"]) == (17, 17 * 20 - 17)  # an epoch of 203 ends with 3
+    journals = [j for j in read(again.path / "journal") if j.role == "worker"]
+    assert len(journals) == 4
+    assert all(j.exchange is not None for j in journals)
 
 
 def _cut(run: Run, step: int) -> Run:

@@ -68,10 +68,7 @@ def work(worker: Worker) -> dict[str, Any]:
             worker.send("note", text=text)
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
     worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes(), **held))
-    if exchange is not None:
-        worker.at_end.insert(0, lambda: journal.totals("exchange", **exchange.totals()))
-    if (compression := replica.compression) is not None:
-        worker.at_end.insert(0, lambda: journal.totals("compression", **compression.totals()))
+    worker.at_end.insert(0, lambda: _count_combined(journal, replica, exchange))
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
     training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)
@@ -89,6 +86,14 @@ def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
     journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
+
+
+def _count_combined(journal: Journal, replica: Replica, exchange: LocalSteps | None) -> None:
+    """Records the running totals of what replicas and islands sent each other."""
+    if exchange is not None:
+        journal.totals("exchange", **exchange.totals())
+    if replica.compression is not None:
+        journal.totals("compression", **replica.compression.totals())
 
 
 class _Training:
@@ -268,8 +273,13 @@ class _Training:
             self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
-            _count(self.journal, self.links, self.island)
-            self.journal.flush()
+            self._write()
+
+    def _write(self) -> None:
+        """Writes what was recorded, and the running totals, to the journal."""
+        _count(self.journal, self.links, self.island)
+        _count_combined(self.journal, self.replica, self.exchange)
+        self.journal.flush()
 
     def _due(self, every: int | str) -> bool:
         if every == "epoch":
@@ -329,9 +339,9 @@ class _Training:
         return "patience" if self.stale >= patience.validations else None
 
     def _save(self) -> None:
+        self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
-        self.journal.flush()  # a run that goes on from here tells of all steps that led here, should this process die
         self.saver.save(
             self.step,
             {
@@ -358,6 +368,7 @@ class _Training:
             self._validate()
         if self.saver.last != self.step:
             self._save()
+        self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
         self.saver.wait()
