@@ -40,9 +40,9 @@ from verbund.cluster.process import Cluster
 from verbund.job import Job
 from verbund.stage import before, launch
 
-ISLANDS, SEQUENCE, BATCH, WARM_UP = 4, 64, 16, 30
-RATES = (4e-3, 8e-3, 1.6e-2)
-STEPS, EVERY, OUTER = 1500, 20, {"outer_lr": 0.7, "outer_momentum": 0.6}
+ISLANDS, SEQUENCE, BATCH, WARM_UP = 4, 32, 32, 30
+RATES = (8e-3, 1.6e-2, 3.2e-2)
+STEPS, EVERY, OUTER = 1500, 16, {"outer_lr": 0.7, "outer_momentum": 0.6}
 HELD_OUT, RUN_OF_PARAGRAPHS = 25, 32
 ADDED = (0.001, 0.01, 0.1, 1.0)
 NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "site-packages"}
@@ -52,7 +52,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-WIDTH, HEADS, LAYERS = 64, 4, 3
+WIDTH, HEADS, LAYERS = 32, 4, 2
 
 
 class Block(nn.Module):
@@ -237,6 +237,7 @@ def rows(bench: Bench, rates: tuple[float, ...], quick: bool) -> list[dict[str, 
         Row("diloco", rate, main | {"compression": "none"}),
         Row("diloco, int8", rate, main | {"compression": "int8"}),
         Row("diloco, int4, 3 fragments, delay 2", rate, streaming),
+        Row("diloco, int4, outer_momentum 0.9", rate, main | {"outer_momentum": 0.9}),
         Row("local_sgd, int4", rate, {"name": "local_sgd", "every": EVERY, "compression": "int4"}),
         Row("diloco, int4, own data", rate, main, {"data.placement": "island"}),
         Row("alone", rate, alone=True),
