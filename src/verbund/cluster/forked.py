@@ -174,9 +174,10 @@ class ForkedCluster:
         for server in self._servers:
             if server.lost is not None:
                 raise server.lost
-        ended = {(exit_.host, exit_.pid) for server in self._servers for exit_ in server.ended}
-        if dead := [spec.name for key, spec in waiting.items() if pids[key] in ended]:
-            raise ClusterLost(f"{', '.join(dead)} ended before it had started")
+        ended = {(exit_.host, exit_.pid): exit_ for server in self._servers for exit_ in server.ended}
+        if dead := [(spec.name, ended[pids[key]]) for key, spec in waiting.items() if pids[key] in ended]:
+            how = "; ".join(f"{name} {exit_} while {exit_.doing}" for name, exit_ in dead)
+            raise ClusterLost(f"{how}, before it had started")
 
     def _drain(self) -> None:
         for server in self._servers:

@@ -143,8 +143,9 @@ def run(meeting: Meeting, spec: ProcessSpec, last_words: LastWords) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             connection = dial(meeting, spec.role, spec.rank)
-        except (OSError, WireError):
-            os._exit(status)  # the supervisor was killed in the meantime
+        except (OSError, WireError) as error:  # the supervisor was killed in the meantime, perhaps
+            last_words.write(f"connecting ({error})", 0)
+            os._exit(status)
         worker = Worker(meeting, spec, connection, last_words)
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
         status = _guarded(worker, spec)
