@@ -426,7 +426,7 @@ def test_a_run_shares_memory_and_leaves_the_warm_server_as_it_was(warm: LocalClu
         run = run_job(changes={"strategy.mesh": {"data": 2}, "train.steps": 3})
         assert run.summary["bytes"]["shared"] > 0
         assert not [note for note in run.summary["notes"] if "memory cannot be shared" in note]
-    server = Path(f"/proc/{warm._server.pid}")
+    server = Path(f"/proc/{warm._servers[0].pid}")
     assert "memfd:verbund" not in (server / "maps").read_text()
     assert len(list((server / "task").iterdir())) == 1
 

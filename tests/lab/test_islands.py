@@ -111,7 +111,11 @@ def test_only_tls_crosses(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
     assert watching.stdout is not None
     assert watching.stdout.readline() == "ready\n"
     command = start(lab, tmp_path)
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 4, "all workers")
+
+    def workers() -> int:
+        return sum((tmp_path / f"pid-{pid}").exists() for host in (0, 1) for pid in lab.pids(host))
+
+    wait_for(lambda: workers() == 4, "all workers")
     for host in (0, 1):
         shown = lab.run(host, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout.splitlines()
         rows = [line.split() for line in shown if ":" in line.split()[0]]
