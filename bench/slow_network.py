@@ -78,7 +78,7 @@ from torch.nn.parallel import DistributedDataParallel
 torch.set_num_threads(1)
 rank, world, lr, limit = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 data = np.load(sys.argv[5])
-rows = len(data["x"]) // world
+rows = len(data["x"]) // {hosts}
 x = torch.from_numpy(data["x"][rank * rows:(rank + 1) * rows]).float() / 255
 y = torch.from_numpy(data["y"][rank * rows:(rank + 1) * rows])
 held, labels = torch.from_numpy(data["vx"]).float() / 255, torch.from_numpy(data["vy"])
@@ -182,7 +182,7 @@ def _write_data(source: Path, folder: Path) -> None:
 
 def _peer(lab: Lab, folder: Path, rate: float, limit: float, world: int) -> dict[str, Any]:
     script = folder / "peer.py"
-    script.write_text(PEER.format(task=TASK, batch=BATCH, every=EVERY, target=TARGET))
+    script.write_text(PEER.format(task=TASK, hosts=HOSTS, batch=BATCH, every=EVERY, target=TARGET))
     limit = limit if world > 1 else 10.0
     environment = {**os.environ, "MASTER_ADDR": lab.hosts[0], "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     command = [str(world), str(rate), str(limit), str(folder / "data.npz")]
