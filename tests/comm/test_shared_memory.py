@@ -315,7 +315,7 @@ def full_memory(rank: int) -> None:
     if rank == 1:
         from verbund.comm.shared_memory import arena
 
-        arena.free_memory = lambda: 1 << 20  # type: ignore[assignment]
+        arena.available_bytes = lambda: 1 << 20  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def too_large(group: Group, tell: Any) -> str:
     from verbund.comm.shared_memory import arena
 
     if group.rank == 1:
-        arena.free_memory = lambda: 1 << 20  # type: ignore[assignment]
+        arena.available_bytes = lambda: 1 << 20  # type: ignore[assignment]
     x = group.empty(1_000_000, torch.float32).fill_(1.0)
     assert group._host is not None
     assert (group._host.arena.place_of(x) is None) or group.rank == 0

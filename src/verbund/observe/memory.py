@@ -9,8 +9,8 @@ from pathlib import Path
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _MACHINE = Path("/proc/meminfo")
-# Of a container: the limit and what is used of it, of version 2 of the kernel's control groups.
-_CONTAINER = Path("/sys/fs/cgroup")
+_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 _UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -34,8 +34,8 @@ def reset_peak() -> bool:
 
 
 def available_bytes() -> int | None:
-    """The memory that is free on this machine, or in this container; None where nobody says."""
-    found = [_kilobytes(_MACHINE, "MemAvailable:"), _of_container()]
+    """The memory that is free on this machine and in this process's control groups; None where nobody says."""
+    found = [_kilobytes(_MACHINE, "MemAvailable:"), *map(_of_group, _control_groups())]
     return min((size for size in found if size is not None), default=None)
 
 
@@ -46,14 +46,26 @@ def left_to_process() -> int | None:
     return None if limit == resource.RLIM_INFINITY or taken is None else max(limit - taken, 0)
 
 
-def _of_container() -> int | None:
+def _of_group(folder: Path) -> int | None:
+    """What a control group may still take."""
     try:
-        limit = (_CONTAINER / "memory.max").read_text().strip()
-        used = int((_CONTAINER / "memory.current").read_text())
-        statistics = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        return None if limit == "max" else max(int(limit) - used + int(statistics.get("inactive_file", 0)), 0)
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # or "max"
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        return max(limit - used + int(statistics.get("inactive_file", 0)), 0)
     except (OSError, ValueError):
         return None
+
+
+def _control_groups() -> list[Path]:
+    """The folders of this process's control group and of those around it (version 2)."""
+    try:
+        lines = _GROUP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+    folder = _GROUPS / own.lstrip("/")
+    return [place for place in (folder, *folder.parents) if place.is_relative_to(_GROUPS)]
 
 
 def _kilobytes(path: Path, key: str) -> int | None:

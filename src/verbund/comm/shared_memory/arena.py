@@ -12,13 +12,13 @@ import os
 import secrets
 import select
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verbund.comm.shared_memory.identity import Unavailable
+from verbund.observe.memory import available_bytes
 
 _PAGE = mmap.PAGESIZE
 _TOKEN = 32  # bytes at the beginning, by which a neighbour knows the arena
@@ -72,8 +72,8 @@ class Arena(Memory):
             NoRoom: if so much is not free.
         """
         size = -(-size // _PAGE) * _PAGE
-        free = free_memory()
-        if size > free - free // _SPARE or size > self.size - self._free:
+        free = available_bytes()
+        if (free is not None and size > free - free // _SPARE) or size > self.size - self._free:
             raise NoRoom(f"{size >> 20} MiB are not free")
         try:
             os.posix_fallocate(self._descriptor, self._free, size)
@@ -136,38 +136,6 @@ class Lives:
     def ended(self) -> list[int]:
         """Who has ended, zombies among them."""
         return sorted(self._numbers[life] for life, _ in self._poll.poll(0))
-
-
-def free_memory() -> int:
-    """Bytes that can still be had: of the machine, and of the control group of this process."""
-    available = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    for folder in _control_groups():
-        try:
-            limit = int((folder / "memory.max").read_text(encoding="ascii"))  # or "max"
-            used = int((folder / "memory.current").read_text(encoding="ascii"))
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            available = min(available, max(limit - used + int(stat.get("inactive_file", 0)), 0))
-        except (OSError, ValueError):
-            continue
-    return available
-
-
-def _control_groups() -> list[Path]:
-    """The folders of this process's control group and of those around it (version 2)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    folder = root / own.lstrip("/")
-    return [place for place in (folder, *folder.parents) if place.is_relative_to(root)]
 
 
 def _reason(error: Exception) -> str:
