@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verbund.comm.compression.blocks import BLOCKS, dequantise, quantise
-from verbund.comm.compression.codec import Codec
+from verbund.comm.compression.blocks import BLOCKS, Blocks
+from verbund.comm.compression.codec import Codec, aligned
 from verbund.comm.compression.methods import codec
 from verbund.comm.compression.top_k import largest
 from verbund.job import Compression
@@ -147,24 +147,15 @@ def test_stochastic_rounding_repeats_and_has_the_mean(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 300, 7)])
-def test_quantise(bits: int, shape: tuple[int, ...]) -> None:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    packed, scales = quantise(values, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.numel() == -(-values.numel() * bits // 8)
-    assert scales.numel() == -(-values.numel() // BLOCKS[bits])
-    back = dequantise(packed, scales, bits, shape)
-    assert back.shape == values.shape
-    if values.numel():
-        assert (back - values).abs().max() <= scales.max() * 0.5001
-
-
-def test_quantise_repeats_under_a_key() -> None:
-    values = random(1000)
-    (a, _), (b, _), (c, _) = (quantise(values, 8, key) for key in (1, 1, 2))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
+@pytest.mark.parametrize("count", [0, 1, 15, 4200])
+def test_blocks_are_off_by_half_a_step(bits: int, count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    numbers, scales = -(-count * bits // 8), 4 * -(-count // BLOCKS[bits])
+    assert Blocks(bits).bytes_of(count) == aligned(numbers) + aligned(scales)
+    back = passed(Blocks(bits), values)
+    for block, found in zip(values.split(BLOCKS[bits]), back.split(BLOCKS[bits]), strict=True):
+        step = block.abs().max() / (127 if bits == 8 else 7) if count else 0.0
+        assert ((found - block).abs() <= 0.5001 * step).all()
 
 
 @pytest.mark.parametrize("count", [1, 10, 64, 100, 1000, 50_000])

@@ -2,5 +2,5 @@
 Karimireddy and others, "Error feedback fixes SignSGD", 2019).
 
 `sums` says how compressed sums are used; `coded_sums` are those of anything that a `Codec` makes bytes of, `power_sgd`
-those of low rank. `blocks.quantise` serves whoever sends tensors otherwise.
+those of low rank.
 """

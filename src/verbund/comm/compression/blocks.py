@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,48 +17,18 @@ _ZERO = 8  # what 4 bits hold for 0
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def quantise(values: Tensor, bits: int, key: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds values to whole numbers of 8 or 4 bits, block by block.
-
-    A block with a value that is not finite comes back as not finite.
-
-    Args:
-        values: floating point, of any shape.
-        bits: 8 or 4.
-        key: round up or down by a draw under this key whose mean is the value itself; None: to the nearest.
-
-    Returns:
-        The packed numbers, uint8; and the scales, float32, one per block of `BLOCKS[bits]` values.
-    """
-    flat = values.detach().reshape(-1)
-    packed = torch.empty(packed_bytes(flat.numel(), bits), dtype=torch.uint8, device=flat.device)
-    scales = torch.empty(-(-flat.numel() // BLOCKS[bits]), device=flat.device)
-    for number, (part, numbers, scale) in enumerate(_blocks(flat, packed, scales, bits)):
-        _quantise(part, numbers, scale, bits, None if key is None else key + number)
-    return packed, scales
-
-
-def dequantise(
-    packed: Tensor, scales: Tensor, bits: int, shape: Sequence[int], dtype: torch.dtype | None = None
-) -> Tensor:
-    """What `quantise` gave as values of this shape; float32 where no dtype is named."""
-    values = torch.empty(tuple(shape), dtype=dtype or torch.float32, device=packed.device)
-    for part, numbers, scale in _blocks(values.view(-1), packed, scales, bits):
-        _dequantise(numbers, scale, part, bits)
-    return values
-
-
 def packed_bytes(count: int, bits: int) -> int:
     """Bytes that `count` numbers take; of an odd count of 4 bits the last has a byte of its own."""
     return count if bits == 8 else (count + 1) // 2
 
 
 class Blocks(Codec):
-    """`quantise` as a codec: the numbers, then the scales.
+    """The numbers, packed, and then the scales, one per block. A block with a value that is not finite comes back as not
+    finite.
 
     Args:
         bits: 8 or 4.
-        stochastic: round by a draw.
+        stochastic: round up or down by a draw whose mean is the value itself; else to the nearest.
     """
 
     def __init__(self, bits: int, stochastic: bool = False) -> None:
