@@ -23,8 +23,9 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 class Blocks(Codec):
-    """The numbers, packed, and then the scales, one per block. A block with a value that is not finite comes back as not
-    finite.
+    """The numbers, packed, and then the scales, one per block.
+
+    A block with a value that is not finite comes back as not finite.
 
     Args:
         bits: 8 or 4.
