@@ -54,49 +54,48 @@ class Barrier:
         pass
 
 
-class SumAlone:
-    """An all-reduce in which every member takes the whole sum for itself."""
+class _Handed:
+    """What hands its values over in a slot; one that settles nothing has nothing left to do once it has worked."""
 
     settles = False
-
-    def __init__(self, tensor: Tensor, maximum: bool, reducer: Reducer) -> None:
-        self._tensor, self._maximum, self._reducer = tensor, maximum, reducer
-        self.signature = _signature(_SUM_ALONE, tensor, maximum)
+    handed: Tensor
 
     def publish(self, channel: Channel) -> int | None:
         place = channel.slot()
         if place is not None:
-            _slot(channel, place, self._tensor).copy_(self._tensor)
+            _slot(channel, place, self.handed).copy_(self.handed)
         return place
-
-    def work(self, channel: Channel, places: tuple[int, ...]) -> None:
-        self._reducer.into(self._tensor, _everyones(channel, places, self._tensor), self._maximum)
 
     def complete(self, channel: Channel, places: tuple[int, ...]) -> None:
         pass
 
 
-class SumShared:
+class SumAlone(_Handed):
+    """An all-reduce in which every member takes the whole sum for itself."""
+
+    def __init__(self, tensor: Tensor, maximum: bool, reducer: Reducer) -> None:
+        self.handed, self._maximum, self._reducer = tensor, maximum, reducer
+        self.signature = _signature(_SUM_ALONE, tensor, maximum)
+
+    def work(self, channel: Channel, places: tuple[int, ...]) -> None:
+        self._reducer.into(self.handed, _everyones(channel, places, self.handed), self._maximum)
+
+
+class SumShared(_Handed):
     """An all-reduce in which every member adds up a share, in the first member's slot, and then fetches the whole."""
 
     settles = True
 
     def __init__(self, tensor: Tensor, maximum: bool, reducer: Reducer) -> None:
-        self._tensor, self._maximum, self._reducer = tensor, maximum, reducer
+        self.handed, self._maximum, self._reducer = tensor, maximum, reducer
         self.signature = _signature(_SUM_SHARED, tensor, maximum)
 
-    def publish(self, channel: Channel) -> int | None:
-        place = channel.slot()
-        if place is not None:
-            _slot(channel, place, self._tensor).copy_(self._tensor)
-        return place
-
     def work(self, channel: Channel, places: tuple[int, ...]) -> None:
-        for parts in _shares(channel, places, self._tensor):
+        for parts in _shares(channel, places, self.handed):
             self._reducer.into(parts[0], parts, self._maximum)
 
     def complete(self, channel: Channel, places: tuple[int, ...]) -> None:
-        self._tensor.copy_(_everyones(channel, places, self._tensor)[0])
+        self.handed.copy_(_everyones(channel, places, self.handed)[0])
 
 
 class SumResident:
@@ -122,75 +121,45 @@ class SumResident:
         pass
 
 
-class Gather:
+class Gather(_Handed):
     """An all-gather: `targets` get the members' values, by rank."""
 
-    settles = False
-
     def __init__(self, targets: Sequence[Tensor], tensor: Tensor) -> None:
-        self._targets, self._tensor = targets, tensor
+        self._targets, self.handed = targets, tensor
         self.signature = _signature(_GATHER, tensor)
 
-    def publish(self, channel: Channel) -> int | None:
-        place = channel.slot()
-        if place is not None:
-            _slot(channel, place, self._tensor).copy_(self._tensor)
-        return place
-
     def work(self, channel: Channel, places: tuple[int, ...]) -> None:
-        for target, values in zip(self._targets, _everyones(channel, places, self._tensor), strict=True):
+        for target, values in zip(self._targets, _everyones(channel, places, self.handed), strict=True):
             target.copy_(values)
 
-    def complete(self, channel: Channel, places: tuple[int, ...]) -> None:
-        pass
 
-
-class ReduceScatter:
+class ReduceScatter(_Handed):
     """`target` gets the sum of this member's row of all members' `rows`, shape [members, elements]."""
 
-    settles = False
-
     def __init__(self, target: Tensor, rows: Tensor, reducer: Reducer) -> None:
-        self._target, self._rows, self._reducer = target, rows, reducer
+        self._target, self.handed, self._reducer = target, rows, reducer
         self.signature = _signature(_REDUCE_SCATTER, target)
 
-    def publish(self, channel: Channel) -> int | None:
-        place = channel.slot()
-        if place is not None:
-            _slot(channel, place, self._rows).copy_(self._rows)
-        return place
-
     def work(self, channel: Channel, places: tuple[int, ...]) -> None:
-        parts = [rows[channel.rank] for rows in _everyones(channel, places, self._rows)]
+        parts = [rows[channel.rank] for rows in _everyones(channel, places, self.handed)]
         self._reducer.into(self._target, parts, False)
 
-    def complete(self, channel: Channel, places: tuple[int, ...]) -> None:
-        pass
 
-
-class Broadcast:
+class Broadcast(_Handed):
     """All get the values of member `root`."""
 
-    settles = False
-
     def __init__(self, tensor: Tensor, root: int) -> None:
-        self._tensor, self._root = tensor, root
+        self.handed, self._root = tensor, root
         self.signature = _signature(_BROADCAST, tensor, root)
 
     def publish(self, channel: Channel) -> int | None:
         if channel.rank != self._root:
             return 0
-        place = channel.slot()
-        if place is not None:
-            _slot(channel, place, self._tensor).copy_(self._tensor)
-        return place
+        return super().publish(channel)
 
     def work(self, channel: Channel, places: tuple[int, ...]) -> None:
         if channel.rank != self._root:
-            self._tensor.copy_(_view(channel, self._root, places[self._root], self._tensor))
-
-    def complete(self, channel: Channel, places: tuple[int, ...]) -> None:
-        pass
+            self.handed.copy_(_view(channel, self._root, places[self._root], self.handed))
 
 
 def piece(itemsize: int, members: int = 1) -> int:
