@@ -136,20 +136,20 @@ class Coordinator:
         self._event("settle", int(fields["step"]), fields["reason"], fields["judged"])
 
     def _on_seat(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """A server has come; waits a while for the plan, without which there is nothing to hold."""
-        self._changed.wait_for(lambda: self._plan is not None, _WAIT)
-        if self._plan is None or self._view is None:
-            return {}
+        """A server listens, which knows the plan."""
+        assert self._view is not None
         server, generation = int(fields["server"]), int(fields["generation"])
         if generation < self._view.seats[server].generation:
             raise ClusterLost(f"another process has taken the seat of server {server}")
         self._event("seat", server, str(fields["address"]), generation, bool(fields["recovered"]))
-        return {"plan": self._plan.record(), "view": self._view.record()}
+        return {"view": self._view.record()}
 
     def _on_plan(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """The plan, and the view as it is: for a server that wants to know what it is to hold; waits a while."""
+        """For a server: the plan, once there is one, and the view as it is; waits a while."""
         self._changed.wait_for(lambda: self._plan is not None, _WAIT)
-        return {} if self._plan is None or self._view is None else {"plan": self._plan.record()}
+        if self._plan is None or self._view is None:
+            return {}
+        return {"plan": self._plan.record(), "view": self._view.record()}
 
     def _on_joined(self, fields: dict[str, Any]) -> None:
         """A primary has given a joining server some blocks."""
