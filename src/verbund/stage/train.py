@@ -356,7 +356,7 @@ class _Training:
                 "patient": self._patient,
                 "validations_without_gain": self.stale,
                 "seconds": self._elapsed(),
-                "exchange": self.exchange.record() if self.exchange is not None else None,
+                "exchange": self.exchange.state.record() if self.exchange is not None else None,
                 "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             },
         )
