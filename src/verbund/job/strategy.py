@@ -62,6 +62,11 @@ class Strategy(Section):
         return self
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes that divide something, with their sizes."""
+        return {axis: self.mesh[axis] for axis in AXES if self.mesh.get(axis, 1) > 1}
+
+    @property
     def stages_per_worker(self) -> int:
         """Pipeline stages of each worker."""
         return self.chunks or (2 if self.schedule.startswith("interleaved") else 1)

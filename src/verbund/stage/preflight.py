@@ -160,13 +160,13 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     for axis, keys in (("pipeline", ("schedule", "chunks")), ("shard", ("zero",))):
         default = {key: type(job.strategy).model_fields[key].default for key in keys}
         given = [key for key in keys if key in set_ and getattr(job.strategy, key) != default[key]]
-        if given and job.strategy.mesh.get(axis, 1) == 1:
+        if given and axis not in job.strategy.axes:
             notes.append(f"`strategy.{given[0]}` has no effect without the axis `{axis}`")
     method = job.strategy.compression.name
     if method != "none":
         exchanged = ["data", "shard"] if method in CASTS else ["data"]
         joint = job.strategy.islands if not job.strategy.exchange.local else 1
-        if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
+        if joint == 1 and not set(exchanged) & set(job.strategy.axes):
             notes.append("`strategy.compression` has no effect without the axis `data`")
         else:
             notes += _travel("Gradients travel", job.strategy.compression, total_steps(job, order))

@@ -70,7 +70,7 @@ def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) 
     note = compression.load(checkpoint, replica.compression)
     notes = [note] if note else []
     if exchange is not None:
-        return notes + exchange.load(checkpoint, checkpoint.step)
+        return notes + exchange.load(checkpoint)
     record = checkpoint.state.get("exchange")
     return notes + ([f"The state of the exchange `{record['name']}` was dropped"] if record else [])
 

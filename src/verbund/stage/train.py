@@ -325,7 +325,7 @@ class _Training:
                 "data": self.worker.settings["data"],
                 **self.judge.state(),
                 "seconds": self._elapsed(),
-                "exchange": self.exchange.record() if self.exchange is not None else None,
+                "exchange": self.exchange.state.record() if self.exchange is not None else None,
                 "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             },
         )
