@@ -362,19 +362,10 @@ class Replica:
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        size = sum(self.joint(sizes))
-        if size:
-            self.buffers.apply(sums.extra, size)
-        if sums.weight == 0:
+        factor = self.settle(sizes, sums)
+        if factor is None:
             return False
         gradients = self._sums.gradients()
-        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
-        if self.loss_scale is not None or self.train.clip_norm is not None:
-            norm = self._norm(gradients) * factor
-            if self.loss_scale is not None and not self.loss_scale.update(norm):
-                return False
-            if self.train.clip_norm is not None and norm > self.train.clip_norm:
-                factor *= self.train.clip_norm / norm
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
@@ -382,6 +373,27 @@ class Replica:
         if self.ema is not None:
             self.ema.update()
         return True
+
+    def settle(self, sizes: Sequence[int], sums: StepSums) -> float | None:
+        """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
+        divided by the weight, unscaled and clipped.
+
+        Returns:
+            The factor; None if the step is to be left out.
+        """
+        size = sum(self.joint(sizes))
+        if size:
+            self.buffers.apply(sums.extra, size)
+        if sums.weight == 0:
+            return None
+        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
+        if self.loss_scale is not None or self.train.clip_norm is not None:
+            norm = self._norm(self._sums.gradients()) * factor
+            if self.loss_scale is not None and not self.loss_scale.update(norm):
+                return None
+            if self.train.clip_norm is not None and norm > self.train.clip_norm:
+                factor *= self.train.clip_norm / norm
+        return factor
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:

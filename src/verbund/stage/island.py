@@ -59,6 +59,8 @@ class Island:
     validation_set: Samples | None
     loaders: LoaderProcesses | None
     threads: int
+    number: int = 0
+    """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
 
     def replica(self, worker: Worker) -> Replica:
         """This worker's part of the model."""
@@ -79,7 +81,10 @@ class Island:
         """
         settings = worker.settings
         job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
-        rank = worker.spec.rank
+        rank, number = worker.spec.rank, 0
+        if job.strategy.exchange.served:
+            number, rank = divmod(rank, job.world // job.strategy.islands)
+            job = job.model_copy(update={"strategy": job.strategy.inside})
         place = device.choose(worker.spec.place, worker.spec.neighbours)
         threads = device.use_threads(job.cluster.threads, worker.spec.neighbours)
         task = tasks.load(job)
@@ -91,18 +96,18 @@ class Island:
         worker.supervise()
         worker.doing("meeting the other workers", 0)
         mesh = Mesh.of(job.strategy, rank)
-        groups = _meet(worker, job, mesh, place)
+        groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number)
 
 
-def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device) -> Groups:
+def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str) -> Groups:
     timeout = job.cluster.step_deadline + 60.0
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        everybody = Group(Store(worker.ask, "island", timeout), mesh.rank, mesh.world, place, timeout, address)
+        everybody = Group(Store(worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
         return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)

@@ -68,7 +68,7 @@ def work(worker: Worker) -> dict[str, Any]:
             notes.append(_left_out(whole, room))
     before = peak_bytes()
     try:
-        dry = DryRun(job, task, prepared, train_set, order, total, unbuilt)
+        dry = DryRun(_tried(job), task, prepared, train_set, order, total, unbuilt)
         found = dry.work(validation_set)
     except VerbundError as error:
         if not deferred and notes and "memory" in error.what:
@@ -97,6 +97,14 @@ def work(worker: Worker) -> dict[str, Any]:
         "notes": [*notes, *suits.notes],
     }
     return {"problems": [], "facts": facts}
+
+
+def _tried(job: Job) -> Job:
+    """The job whose batches a worker has: where each island has whole tickets, that of one island."""
+    exchange = job.strategy.exchange
+    if not exchange.served or exchange.divided:
+        return job
+    return job.model_copy(update={"strategy": job.strategy.inside})
 
 
 def _left_out(whole: int, room: int) -> str:
@@ -178,6 +186,13 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         notes.append(f"Islands train alone (`{exchange.name}`): results are not those of a single process")
         if exchange.compression.name != "none":
             notes += _travel("Differences travel", exchange.compression, total_steps(job, order))
+    elif exchange.served and (exchange.consistency != "bulk_synchronous" or exchange.backup):
+        how = (
+            "a step does not wait for all islands"
+            if exchange.backup
+            else f"the consistency is `{exchange.consistency}`"
+        )
+        notes.append(f"Results are not those of a single process: {how}")
     if job.data.placement == "island" and job.strategy.islands == 1:
         notes.append("`data.placement` has no effect with one island")
     cores = device.cores()
