@@ -39,6 +39,10 @@ class Cluster(Section):
     """Seconds that any one step, batch or save may take before the run fails and names who is missing."""
     orphan_grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after the loss of the supervisor within which all workers have ended."""
+    replacements: Annotated[int, Field(ge=0)] = 10
+    """parameter_server: lost processes that are replaced within `replacement_window`; one more ends the run."""
+    replacement_window: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds; see `replacements`."""
     stop_grace: Annotated[float, Field(gt=0)] = 10.0
     """Seconds a process gets to end when asked, before it is killed."""
 

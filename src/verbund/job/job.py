@@ -70,6 +70,7 @@ class Job(Section):
                 f"`train.ema` averages the weights of every step, which islands of `{self.strategy.exchange.name}` do "
                 "not share: leave it out"
             )
+        problems += self._server_problems()
         if self.strategy.islands > train.global_batch:
             problems.append(
                 f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "
@@ -81,6 +82,31 @@ class Job(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _server_problems(self) -> list[str]:
+        exchange, train, problems = self.strategy.exchange, self.train, []
+        if not exchange.served:
+            return []
+        if train.ema is not None:
+            problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
+        if train.clip_norm is not None and exchange.divided and self.strategy.islands > 1:
+            problems.append(
+                "`train.clip_norm` needs the norm of a gradient that no single process has where islands share a "
+                "global batch: leave it out, or use `strategy.exchange.consistency` `asynchronous`"
+            )
+        if exchange.backup >= self.strategy.islands:
+            problems.append(
+                f"`strategy.exchange.backup` of {exchange.backup} leaves none of {self.strategy.islands} islands"
+            )
+        if train.batch_norm == "global" and self.strategy.islands > 1:
+            problems.append(
+                "`train.batch_norm` `global` needs islands that compute a global batch together; use `group`"
+            )
+        if self.data.placement == "island" and not exchange.divided:
+            problems.append(
+                "`data.placement` `island` goes with islands that share every global batch, not `asynchronous`"
+            )
+        return problems
 
     def _placement_problems(self) -> list[str]:
         cluster, strategy = self.cluster, self.strategy
@@ -94,9 +120,9 @@ class Job(Section):
         what = "workers on several hosts exchange tensors without encryption or proof of who takes part"
         fix = 'if a network is yours alone, name it, e.g. `cluster.trusted_network = "10.0.0.0/24"`'
         size = strategy.world // strategy.islands
-        if not strategy.exchange.local:
+        if not strategy.exchange.local and not strategy.exchange.served:
             alone = "islands that each lie on one host and train alone, whose exchange is encrypted"
-            how = '`strategy.exchange = "diloco"` or "local_sgd"'
+            how = '`strategy.exchange = "diloco"`, "local_sgd" or "parameter_server"'
             return [f"{what}: {fix}; else take {alone} ({how}), or put all workers on one host by `cluster.slots`"]
         if any(len(set(places[first : first + size])) > 1 for first in range(0, strategy.world, size)):
             whole = f"take smaller islands, or hosts whose `cluster.slots` have room for {size} workers"

@@ -68,8 +68,13 @@ def index_among(ranks: Sequence[int], world: int, number: int) -> int:
     return ((len(ranks) << RANK_BITS | min(ranks)) << PART_BITS) | number
 
 
+def file_name(role: str, rank: int, generation: int, life: int = 0) -> str:
+    """The name of a process's journal; `life` counts those that took its place within the generation."""
+    return f"{role}-{rank}-{generation}{f'-{life}' if life else ''}.jsonl"
+
+
 class Journal:
-    """Appends what one process measures to `folder/ROLE-RANK-GENERATION.jsonl`. All methods may be called
+    """Appends what one process measures to a file of its own, see `file_name`. All methods may be called
     from any thread.
 
     Recording costs well under a microsecond; encoding and writing happen once a second. Up to half of
@@ -91,9 +96,10 @@ class Journal:
         island: int = 0,
         limit_mb: float = 64.0,
         address: str | None = None,
+        life: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{role}-{rank}-{generation}.jsonl"
+        self.path = folder / file_name(role, rank, generation, life)
         self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._file).st_size
         self._torn = self._size > 0  # whoever wrote here before may have died within a line
@@ -118,6 +124,7 @@ class Journal:
                 "rank": rank,
                 "island": island,
                 "generation": generation,
+                "life": life,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "address": address,

@@ -48,6 +48,7 @@ class ProcessJournal:
         thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
+        life: how many processes had its role and rank before it in its generation, and were lost.
         address: of its host, in a run over several.
         links: peer to bytes sent and received; None if not measured.
         wire: the same with all headers, estimated.
@@ -70,6 +71,7 @@ class ProcessJournal:
     rank: int
     generation: int
     island: int = 0
+    life: int = 0
     host: str = ""
     address: str = ""
     pid: int = 0
@@ -120,7 +122,7 @@ def read(folder: Path, *, file_limit: int = FILE_LIMIT, line_limit: int = LINE_L
         journal = _read_file(path, file_limit, line_limit)
         if journal is not None:
             journals.append(journal)
-    return sorted(journals, key=lambda j: (j.generation, j.role != "worker", j.role, j.island, j.rank))
+    return sorted(journals, key=lambda j: (j.generation, j.role != "worker", j.role, j.island, j.rank, j.life))
 
 
 class _Rows:
@@ -258,6 +260,7 @@ def _head(path: Path, line: dict[str, Any]) -> ProcessJournal | None:
         rank,
         generation,
         island=_count(line.get("island")) or 0,
+        life=_count(line.get("life")) or 0,
         host=str(line.get("host", ""))[:255],
         address=str(line.get("address") or "")[:255],
         pid=_count(line.get("pid")) or 0,
