@@ -56,6 +56,8 @@ class _Watched:
     over: float | None = None
     """Since when only the news of its exit is missing."""
     killed: bool = False
+    silence: tuple[ClusterLost, str] | None = None
+    """That it gives no signs of life, and the words in it for what it did at its last one."""
     replaced: bool = False
     """Another process takes its place: how it ends does not matter any more."""
 
@@ -218,6 +220,9 @@ class Supervisor:
             while watched.connected and watched.process.connection.ready():
                 self._receive(watched, selector)  # what it said last counts before that it ended
             watched.exit = ended
+            if watched.silence is not None and ended.lost is None:
+                error, last = watched.silence  # it may have gone on for a while after its last sign of life
+                error.what = error.what.replace(last, f"{ended.doing} (step {ended.step})")
             if watched.result is None and not watched.failed and not self._ended_by_us():
                 if ended.lost is not None:
                     self._fail(None, ended.lost, secondary=False)
@@ -337,8 +342,10 @@ class Supervisor:
             silent = now - watched.heard
             # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
             if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
-                what = f"{watched.process} has given no sign of life for {silent:.0f} s"
-                self._lose(watched, ClusterLost(f"{what}; it was {watched.doing} (step {watched.step})"))
+                last = f"{watched.doing} (step {watched.step})"
+                error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
+                watched.silence = error, last
+                self._lose(watched, error)
                 return
         # Who serves waits for others, and is done only when they are.
         late = [w for w in living if now - w.since > self._limits.step_deadline and not w.process.spec.serves]

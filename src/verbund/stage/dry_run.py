@@ -23,9 +23,10 @@ from verbund.errors import DataError, InputError, JobError, RunFailed, TaskError
 from verbund.job import Job, Strategy
 from verbund.mesh import device
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.forward import call
 from verbund.mesh.groups import Groups
 from verbund.mesh.probe import Probe, probe
-from verbund.mesh.replica import Replica, call
+from verbund.mesh.replica import Replica
 from verbund.stage.island import augmentation, example_of
 from verbund.stage.layers import Layers
 from verbund.stage.outputs import Outputs
