@@ -1,8 +1,8 @@
 """First values of the rows of an embedding table that are made when a row is first asked for.
 
-Row r, column c of a table is a function of (seed, r, c) alone. It is computed with operations that every processor rounds
-alike, so that a row is the same bit for bit wherever it is born, and in whatever company: logarithms and cosines of
-torch and numpy are not.
+Row r, column c of a table is a function of (seed, r, c) alone. It is computed with operations that every processor
+rounds alike, so that a row is the same bit for bit wherever it is born, and in whatever company: logarithms and cosines
+of torch and numpy are not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from verbund.randomness.hash import combine, hashed, sample_keys, text_key
 
+# Elements at once: larger arrays are given back to the system after each operation, and cost a page fault every 4 KiB.
+_CHUNK = 1 << 13
 _LN_2 = 0.6931471805599453
 _MANTISSA = np.int64((1 << 52) - 1)
 _HALF = np.int64(1022 << 52)
@@ -42,9 +44,13 @@ def born(seed: int, rows: Tensor, width: int, scale: float) -> Tensor:
     out = torch.empty((len(rows), width), dtype=torch.float32)
     values = out.numpy()
     for some, columns, words in hashed(keys, width):
-        # The middles of 2^32 equal parts of (0, 1), less one half: exact.
-        central = (words.numpy().astype(np.float64) + 0.5) * 2.0**-32
-        values[some, columns] = _quantiles(central) * scale
+        made = np.empty(words.shape, np.float32)
+        flat, word = made.reshape(-1), words.numpy().reshape(-1)
+        for low in range(0, len(word), _CHUNK):
+            # The middles of 2^32 equal parts of (0, 1), less one half: exact.
+            central = (word[low : low + _CHUNK].astype(np.float64) + 0.5) * 2.0**-32
+            flat[low : low + _CHUNK] = _quantiles(central) * scale
+        values[some, columns] = made
     return out
 
 
