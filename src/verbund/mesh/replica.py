@@ -38,6 +38,7 @@ from verbund.mesh.users_line import users_line
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
+from verbund.tables import train_densely
 from verbund.task import Task
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,6 +95,8 @@ class Replica:
         if model is None:
             model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
+        self.densely = train_densely(model)
+        """Tables that were declared sparse, and are trained with dense gradients."""
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.statistics = batch_statistics.has_batch_statistics(model)
@@ -403,7 +406,7 @@ class Replica:
                 raise TaskError(
                     f"`{name}` has sparse gradients, which are not added up over workers",
                     where=str(self.task.file),
-                    fix="Build the embedding with sparse=False",
+                    fix="Call torch.nn.functional.embedding without sparse=True; of modules it is taken away",
                 )
         self.optimizer.step()
 
