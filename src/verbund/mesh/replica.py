@@ -33,6 +33,7 @@ from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
+from verbund.tables import train_densely
 from verbund.task import Task
 
 Doing = Callable[[str, int], None]
@@ -88,6 +89,8 @@ class Replica:
         if model is None:
             model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
+        self.densely = train_densely(model)
+        """Tables that were declared sparse, and are trained with dense gradients."""
         if not any(p.requires_grad for p in model.parameters()):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.statistics = batch_statistics.has_batch_statistics(model)
@@ -316,7 +319,7 @@ class Replica:
                 raise TaskError(
                     f"`{name}` has sparse gradients, which are not added up over workers",
                     where=str(self.task.file),
-                    fix="Build the embedding with sparse=False",
+                    fix="Call torch.nn.functional.embedding without sparse=True; of modules it is taken away",
                 )
         self.optimizer.step()
 

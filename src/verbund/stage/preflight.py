@@ -18,10 +18,12 @@ from verbund.errors import InputError, Problem, VerbundError, nearest
 from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
+from verbund.mesh.replica import Replica
 from verbund.observe.memory import left_to_process, peak_bytes
 from verbund.stage import fit
 from verbund.stage.dry_run import DryRun
 from verbund.stage.validate import wanted
+from verbund.tables import begin_alike
 
 # What a model takes beside its tensors while it takes a step: activations, and what is there for a moment.
 _MARGIN = 1.25
@@ -141,6 +143,19 @@ def _travel(what: str, compression: Compression, steps: int | None) -> list[str]
     return [f"{what} as `{method}`, which is inexact: results are not those of a single process"]
 
 
+def _table_notes(replica: Replica, job: Job) -> list[str]:
+    """What the user should know about the model's embedding tables."""
+    notes = []
+    if replica.densely and job.strategy.exchange.name != "parameter_server":
+        which, *others = replica.densely
+        what = f"`{which}` and {len(others)} more are" if others else f"`{which}` is"
+        notes.append(f"{what} declared sparse: without a parameter server the gradients are dense, which are the same")
+    return notes + [
+        f"{' and '.join(f'`{name}`' for name in names)} begin with equal rows: give them different seeds"
+        for names in begin_alike(replica.model)
+    ]
+
+
 def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
@@ -164,6 +179,7 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
             f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
             f"divided{unit}"
         )
+    notes += _table_notes(dry.replica, job)
     set_ = job.strategy.model_fields_set
     for axis, keys in (("pipeline", ("schedule", "chunks")), ("shard", ("zero",))):
         default = {key: type(job.strategy).model_fields[key].default for key in keys}
