@@ -62,9 +62,9 @@ def _bars(histogram: Sequence[Sequence[int]]) -> str:
         label = f"{value} or more" if rest and place == len(shown) - 1 else str(value)
         length = max(1.0, room * count / most)
         rows.append(
-            f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>'
-            f'<rect class="bar" x="{_LEFT}" y="{y + 3}" width="{length:.1f}" height="{_ROW - 6}"></rect>'
-            f'<text x="{_LEFT + length + 6:.1f}" y="{y + 14}">{count}</text>'
+            f'<text class="label" x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(label)}</text>'
+            f'<rect class="communicate" x="{_LEFT}" y="{y + 3}" width="{length:.1f}" height="{_ROW - 6}"></rect>'
+            f'<text class="label" x="{_LEFT + length + 6:.1f}" y="{y + 14}">{count}</text>'
         )
     height = len(shown) * _ROW
     svg = f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="Updates by staleness">'
