@@ -17,6 +17,10 @@ from verbund.errors import InputError, JobError, Problem, RunFailed, TaskError, 
 from verbund.job import Group, Optimizer
 from verbund.mesh.schedule import BASE
 
+# Optimisers that treat every element for itself: a share of a parameter can be trained by them.
+ELEMENTWISE = frozenset(
+    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd")
+)
 _REFUSED = {
     "lbfgs": "`lbfgs` evaluates the loss several times a step, on whole batches that are not at hand then",
     "sparseadam": "`sparseadam` takes sparse gradients only, and gradients are dense here",
