@@ -150,15 +150,20 @@ class Calls:
         """Sends a request and waits for its answer; see `start` and `Call.result`."""
         return self.start(kind, fields, timeout, into, **arrays).result()
 
-    def close(self) -> None:
-        """Ends the connection; requests under way end with `Closed`."""
+    def close(self, wait: bool = True) -> None:
+        """Ends the connection; requests under way end with `Closed`, and nothing of them is sent any more.
+
+        Args:
+            wait: until its thread has ended.
+        """
         with self._changed:
             self._closing = True
             connection = self._connection
             self._changed.notify_all()
         if connection is not None:
             connection.end()
-        self._thread.join(_CONNECT_SECONDS + 1)
+        if wait:
+            self._thread.join(_CONNECT_SECONDS + 1)
 
     def _room(self, size: int) -> bool:
         taken = sum(call.size for call in self._under_way.values())
@@ -203,7 +208,7 @@ class Calls:
 
     def _send(self, connection: Connection, call: Call) -> None:
         with self._changed:
-            if call.answer is not None:
+            if call.answer is not None or self._closing:
                 return
             call.sending += 1
             answered = min(self._under_way, default=call.number)

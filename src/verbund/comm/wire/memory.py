@@ -34,3 +34,7 @@ class Memory:
         start = self._taken
         self._taken += -(-size // _ALIGN) * _ALIGN
         return self._block[start : start + size] if start + size <= self._block.size else np.empty(size, np.uint8)
+
+    def leave(self) -> None:
+        """Leaves this memory to whoever still has arrays of the last message; the next one gets another."""
+        self._block = np.empty(0, np.uint8)

@@ -97,8 +97,6 @@ class Push:
         Raises:
             InputError: if it is none. Whether its parts fit their blocks is another question.
         """
-        whole = {name: _whole(fields, name) for name in ("client", "generation", "ticket", "share", "low")}
-        real = {name: _real(fields, name) for name in ("scale", "weight", "rate")}
         given = fields.get("parts")
         if not isinstance(given, list):
             raise InputError("a push has no list of parts")
@@ -116,7 +114,11 @@ class Push:
             parts.append(Part(item[0], item[1], values, rows))
         if len({part.block for part in parts}) < len(parts):
             raise InputError("a push names a block twice")
-        return Push(**whole, **real, parts=parts)
+        client, generation, ticket, share, low = (
+            _whole(fields, name) for name in ("client", "generation", "ticket", "share", "low")
+        )
+        scale, weight, rate = (_real(fields, name) for name in ("scale", "weight", "rate"))
+        return Push(client, generation, ticket, share, scale, weight, rate, low, parts)
 
 
 def tensor_of(array: Array, dtype: str = "") -> Tensor:
@@ -140,7 +142,7 @@ def _whole(fields: Mapping[str, Any], name: str) -> int:
 
 def _real(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise InputError(f"`{name}` of a push is a finite number, not {value!r}")
     return float(value)
 

@@ -6,10 +6,8 @@ The same records in the same order make the same holdings.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from verbund.comm.wire import Message
@@ -18,21 +16,7 @@ from verbund.exchange.parameter_server.holdings import Holdings, Image
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Push, tensor_of
 
-
-@dataclass(frozen=True)
-class Seen:
-    """Which values a client has got: delay compensation remembers them.
-
-    Args:
-        client: the island.
-        parts: blocks, with the rows of a table.
-    """
-
-    client: int
-    parts: Sequence[tuple[int, Tensor | None]]
-
-
-Record: TypeAlias = Push | Image | Seen
+Record: TypeAlias = Push | Image
 
 
 def blocks_of(record: Record) -> list[int]:
@@ -40,40 +24,23 @@ def blocks_of(record: Record) -> list[int]:
     match record:
         case Push():
             return [part.block for part in record.parts]
-        case Seen():
-            return [block for block, _ in record.parts]
         case Image():
             return [record.block]
 
 
 def of_blocks(record: Record, blocks: Container[int]) -> Record | None:
     """What a record says about these blocks; None if nothing."""
-    found = blocks_of(record)
-    kept = [block for block in found if block in blocks]
-    if len(kept) == len(found):
+    kept = sum(block in blocks for block in blocks_of(record))
+    if kept == len(blocks_of(record)):
         return record
-    if not kept:
-        return None
-    if isinstance(record, Push):
-        return record.of_blocks(blocks)
-    assert isinstance(record, Seen)
-    return Seen(record.client, [part for part in record.parts if part[0] in blocks])
+    return record.of_blocks(blocks) if kept and isinstance(record, Push) else None
 
 
 def apply(holdings: Holdings, record: Record) -> list[Outcome]:
     """Does what a record says."""
-    match record:
-        case Push():
-            return holdings.apply(record)
-        case Image():
-            holdings.put(record)
-        case Seen():
-            dense = [block for block, rows in record.parts if rows is None]
-            if dense:
-                holdings.read(dense, record.client)
-            for block, rows in record.parts:
-                if rows is not None:
-                    holdings.read_rows(block, rows, record.client)
+    if isinstance(record, Push):
+        return holdings.apply(record)
+    holdings.put(record)
     return []
 
 
@@ -86,10 +53,6 @@ def encode(record: Record) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
             dtypes = [[name, str(tensor.dtype).removeprefix("torch.")] for name, tensor in record.tensors.items()]
             arrays = {f"t{number}": tensor for number, tensor in enumerate(record.tensors.values())}
             return "image", {"block": record.block, "state": record.fields, "tensors": dtypes}, arrays
-        case Seen():
-            parts = [[block, rows is not None] for block, rows in record.parts]
-            named = {f"r{n}": rows for n, (_, rows) in enumerate(record.parts) if rows is not None}
-            return "seen", {"client": record.client, "parts": parts}, named
 
 
 def decode(message: Message, plan: Plan, own: bool = False) -> Record:
@@ -114,12 +77,6 @@ def decode(message: Message, plan: Plan, own: bool = False) -> Record:
             if own:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             return Image(_block(fields["block"], plan), dict(fields["state"]), tensors)
-        if message.kind == "seen":
-            parts = [
-                (_block(block, plan), torch.from_numpy(arrays[f"r{number}"]) if rows else None)
-                for number, (block, rows) in enumerate(fields["parts"])
-            ]
-            return Seen(int(fields["client"]), parts)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"a record of kind `{message.kind}` is damaged: {error}") from None
     raise InputError(f"`{message.kind}` is no kind of record")
