@@ -101,17 +101,6 @@ class ServerOptimizer:
         """
         optimizer = self._ready()
         schedule.apply(optimizer, rate)
-        # The fused SGD cannot make the moments of some parameters where others have theirs.
-        first = [parameter for parameter in parameters if not self._states[parameter]]
-        if 0 < len(first) < len(parameters):
-            others = [(parameter, parameter.grad) for parameter in parameters if self._states[parameter]]
-            for parameter, _ in others:
-                parameter.grad = None
-            optimizer.step()
-            for parameter in first:
-                parameter.grad = None
-            for parameter, gradient in others:
-                parameter.grad = gradient
         optimizer.step()
         for parameter in parameters:
             parameter.grad = None
