@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
@@ -50,6 +50,14 @@ class Common(Protocol):
 
     def swapped(self) -> AbstractContextManager[None]:
         """Within the block the model has them."""
+        ...
+
+
+class Tables(Protocol):
+    """The model's embedding tables, where they lie elsewhere."""
+
+    def fetch(self, wanted: Mapping[str, Tensor]) -> None:
+        """Brings rows, by the module of their table, before the forward pass that uses them."""
         ...
 
 
@@ -133,6 +141,8 @@ class Replica:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
         self.common: Common | None = None
         """What has the islands' common weights, where islands train alone."""
+        self.tables: Tables | None = None
+        """What brings the rows that the task's `rows` names, where tables lie elsewhere."""
         self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
@@ -418,6 +428,7 @@ class Replica:
         output = targets = None
         try:
             columns = self._placed(batch.columns)
+            self._fetch(columns)
             inputs, targets = self.task.inputs(columns), self.task.targets(columns)
             with self.randomness.active(step, torch.from_numpy(batch.ids)), self._autocast():
                 output = call(self._call, inputs) if run is None else run(inputs)
@@ -465,6 +476,10 @@ class Replica:
             return columns
         return {name: value.to(self.device, non_blocking=True) for name, value in columns.items()}
 
+    def _fetch(self, columns: dict[str, Tensor]) -> None:
+        if self.tables is not None and self.task.rows is not None:
+            self.tables.fetch(self.task.rows(columns))
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
@@ -472,6 +487,7 @@ class Replica:
         decides which weights are used."""
         columns = self._placed(batch.columns)
         with torch.inference_mode(), self._autocast():
+            self._fetch(columns)
             output = self._output(self.task.inputs(columns), batch.ticket)
             if output is None or not self.speaks:
                 return None
@@ -480,8 +496,10 @@ class Replica:
 
     def predict(self, batch: Batch) -> Any:
         """The model's output for one batch that needs no targets, on the worker that has it, else None."""
+        columns = self._placed(batch.columns)
         with torch.inference_mode(), self._autocast():
-            output = self._output(self.task.inputs(self._placed(batch.columns)), batch.ticket)
+            self._fetch(columns)
+            output = self._output(self.task.inputs(columns), batch.ticket)
         return output if self.speaks else None
 
     def _output(self, inputs: Any, number: int) -> Any:
