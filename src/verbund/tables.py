@@ -51,6 +51,7 @@ class Table(nn.Embedding):
         if hasattr(self, "seed"):
             with torch.no_grad():
                 torch.ops.verbund.born_(self.weight, self.seed, self.scale)
+            self.weight._born = (self.seed, self.scale, self.weight._version)  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale}, seed={self.seed}"
@@ -67,6 +68,13 @@ def _born(weight: Tensor, seed: int, scale: float) -> Tensor:
 
 _library.impl("born_", _born, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("born_", lambda weight, seed, scale: weight, "Meta")  # type: ignore[no-untyped-call]
+
+
+def born_as(weight: Tensor) -> tuple[int, float] | None:
+    """Seed and scale of a table's weight whose rows are as a `Table` has made them; None if they have changed since, or
+    were never born."""
+    seed, scale, version = getattr(weight, "_born", (0, 0.0, -1))
+    return (seed, scale) if version == weight._version else None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
-from verbund.mesh.forward import ForwardPass, call
+from verbund.mesh.forward import ForwardPass, Tables, call
 from verbund.mesh.gradients import add_up, norm
 from verbund.mesh.groups import Groups
 from verbund.mesh.initial.of_task import first_values, recorded_task
@@ -169,6 +169,15 @@ class Replica:
         """Whether the forward pass has collectives with workers that have other samples, so that a worker without
         samples must still make one."""
         return self.groups.batch.world > 1 and (self._whole_batch or self.mesh.shard > 1)
+
+    @property
+    def tables(self) -> Tables | None:
+        """What brings the rows that the task's `rows` names, where tables lie elsewhere."""
+        return self._forward.tables
+
+    @tables.setter
+    def tables(self, tables: Tables) -> None:
+        self._forward.tables = tables
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""

@@ -12,6 +12,7 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
+from verbund.comm.wire import Message
 from verbund.errors import RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Plan
@@ -40,6 +41,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._writing: threading.Thread | None = None
         self._step = 0
+        self._asked: list[Message | Exception] = []
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies all that is saved, here and on the servers, and lets it be written in the background."""
@@ -51,7 +53,9 @@ class Saver:
         copied = self._snapshot.take(own)
         folder = checkpoint.partial_folder(self._run.checkpoints, step)
         if mesh.leads:
-            self._client.save(step, folder, mesh.world)
+            self._asked = self._client.ask_all(
+                "save", lambda rank: {"step": step, "folder": str(folder), "part": mesh.world + rank}
+            )
         self._step = step
         self._writing = threading.Thread(target=self._write, args=(step, copied, state), name="checkpoint", daemon=True)
         self._writing.start()
@@ -84,11 +88,12 @@ class Saver:
         self._tell(step, rank, record, state if leads else None, failure, start)
         if not leads:
             return
-        for part, answer in self._client.saved(step, self._replica.mesh.world, self._deadline):
-            if isinstance(answer, Exception):
-                self._tell(step, part, {}, None, f"{answer}", start)
-            else:
-                self._tell(step, part, answer, None, None, start)
+        answers = self._client.ask_all("saved", lambda _: {"step": step})
+        for rank, (asked, answer) in enumerate(zip(self._asked, answers, strict=True)):
+            trouble = next((each for each in (asked, answer) if isinstance(each, Exception)), None)
+            given = {} if isinstance(answer, Exception) else answer.fields["record"]
+            failure = None if trouble is None else f"server {rank}: {trouble}"
+            self._tell(step, self._replica.mesh.world + rank, given, None, failure, start)
 
     def _tell(
         self,

@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import Worker
 from verbund.comm.wire import Message
 from verbund.exchange.parameter_server.server import Server
@@ -52,19 +51,13 @@ def work(worker: Worker) -> dict[str, Any]:
     plan, view = coordination.plan()
     folder = run.servers / f"server-{spec.rank}" if exchange.copies == 0 and exchange.log else None
     generation = spec.life + 1
-    server = Server(plan, spec.rank, generation, folder, meeting.credentials(worker), job.cluster.step_deadline)
-    server.joined = lambda rank, other, blocks: coordination.joined(rank, other, blocks)
-    first = not view.seats[spec.rank].address
-    if first and not server.recovered and (source := settings["checkpoint"]):
-        worker.doing("loading the checkpoint", int(settings["begin"]))
-        with Checkpoint.open(Path(source), verify=False) as checkpoint:
-            mine = [block for block, holders in enumerate(view.holders) if spec.rank in holders]
-            server.load(mine, checkpoint, int(settings["begin"]))
-    server.see(view)
+    deadline = job.cluster.step_deadline
+    recovered = folder is not None and bool(view.seats[spec.rank].address)
+    server = Server(plan, spec.rank, generation, folder, meeting.credentials(worker), deadline, coordination.joined)
     listening = meeting.listener(worker)
-    server.serve(listening)
+    threading.Thread(target=server.serve, args=(listening,), name="accepting", daemon=True).start()
     coordination.watch(server.see)
-    coordination.seat(spec.rank, generation, listening.address, server.recovered)
+    coordination.seat(spec.rank, generation, listening.address, recovered)
 
     def count() -> None:
         journal.totals("links", links=links.sample(), wire=links.wire(), shared=0)
@@ -74,7 +67,8 @@ def work(worker: Worker) -> dict[str, Any]:
     worker.at_end.insert(0, count)
     worker.doing("serving", int(settings["begin"]))
     while not finish.wait(_TURN) and not worker.orphaned:
-        server.check()
+        if server.failure is not None:
+            raise server.failure
         if journal.due:
             count()
             journal.flush()

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
@@ -21,7 +20,7 @@ from verbund.exchange.parameter_server.binding import Binding
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.coordination import Coordination, End, Leased, Rest
 from verbund.exchange.parameter_server.plan import Plan
-from verbund.exchange.parameter_server.push import Part
+from verbund.exchange.parameter_server.push import Outcome, Part
 from verbund.job import Job
 from verbund.mesh import probe, schedule
 from verbund.mesh.axes import Mesh
@@ -76,9 +75,13 @@ def work(worker: Worker) -> dict[str, Any]:
     client = Client(
         plan, island.number, generation, coordination, meeting.credentials(worker), outer.cluster.step_deadline
     )
-    if island.number == 0 and not source and binding.speaks:
+    if source and island.number == 0 and island.mesh.leads:
+        worker.doing("having the servers load the checkpoint", int(known["rested"]))
+        client.load(source, int(known["rested"]))
+    elif island.number == 0 and not source and binding.speaks:
         worker.doing("giving the servers their first values", 0)
-        client.begin(binding.read())
+        for block, values in binding.read():
+            client.begin(block, values)
     saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     training = _Training(worker, outer, island, replica, binding, plan, client, coordination, saver, journal, links)
     training.step = int(known["rested"])
@@ -225,11 +228,9 @@ class _Training:
         """Gives the model the servers' values, which have seen all tickets below `least`."""
         start = time.monotonic_ns()
         self.worker.doing("pulling", step)
-        values: list[Tensor] = []
         if self.binding.speaks:
-            values, versions = self.client.pull(self.binding.numbers, least)
-            self._versions = dict(zip(self.binding.numbers, versions, strict=True))
-        self.binding.fill(values)
+            self._versions = self.client.pull(self.binding.targets(), least)
+        self.binding.pulled()
         self._fresh = True
         self.journal.add("communicate", step, start, time.monotonic_ns())
 
@@ -244,24 +245,21 @@ class _Training:
         for number, values in self.binding.gradients(share):
             taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
             parts.append(Part(number, self._versions.get(number, 0), taken))
-        outcomes = []
+        outcomes: list[Outcome] = []
         if self.binding.speaks:
-            push = self.client.push(
-                ticket=ticket,
-                share=self.mesh.island,
-                scale=(factor or 0.0) * weight,
-                weight=weight if factor is not None else 0.0,
-                rate=schedule.factor(self.job.train.schedule, ticket, self.total_steps),
-                low=leased.low,
-                parts=parts,
-                pull=not self.divided,
-            )
-            outcomes = push.outcomes
-            if not self.divided:
-                self._versions.update(zip(self.binding.numbers, (o.version for o in outcomes), strict=True))
+            told: dict[str, Any] = {
+                "weight": weight if factor is not None else 0.0,
+                "share": self.mesh.island,
+                "scale": (factor or 0.0) * weight,
+                "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
+                "low": leased.low,
+            }
+            if self.divided:
+                outcomes = self.client.push(ticket, parts, **told)
+            else:
+                outcomes, self._versions = self.client.push_pull(ticket, parts, self.binding.targets(), **told)
         if not self.divided:
-            with torch.no_grad():
-                self.binding.fill(push.values if self.binding.speaks else [])
+            self.binding.pulled()
         self.staleness.add(outcomes)
         self.journal.add("communicate", ticket, start, time.monotonic_ns())
 
@@ -359,4 +357,4 @@ class _Training:
         journal.totals("links", links=self.links.sample(), wire=self.links.wire(), shared=0)
         journal.totals("memory", peak=peak_bytes())
         journal.totals("held", **self.replica.held_bytes())
-        journal.totals("served", **self.staleness.totals(), **self.client.totals())
+        journal.totals("served", **self.staleness.totals())
