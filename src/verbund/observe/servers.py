@@ -9,8 +9,8 @@ from typing import Any
 from verbund.observe.journal import ProcessJournal
 
 HOW = (
-    "of each update the steps that the servers took between the pull of its parameters and its own step, the largest "
-    "of its blocks; counted by the servers"
+    "of each push the steps that the servers took between the pull of its parameters and its own step, the largest of "
+    "its blocks, by their versions"
 )
 
 
@@ -22,7 +22,7 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     before, from a process that was lost since; `replacements` what was replaced and why; `per_server` its own counts.
     """
     workers = [j.served for j in journals if j.role == "worker" and j.served]
-    servers = {j: j.server for j in journals if j.role == "server"}
+    servers = [j for j in journals if j.role == "server"]
     if not workers and not servers:
         return None
     histogram: Counter[int] = Counter()
@@ -31,8 +31,8 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
             histogram[value] += updates
     updates = histogram.total()
     per_server: dict[str, Counter[str]] = {}
-    for journal, found in servers.items():
-        per_server.setdefault(journal.name, Counter()).update(found or {})
+    for journal in servers:
+        per_server.setdefault(journal.name, Counter()).update(journal.server or {})
     replacements = [
         {"processes": str(event.get("processes", "")), "why": str(event.get("why", ""))}
         for journal in journals

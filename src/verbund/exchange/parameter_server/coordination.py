@@ -193,6 +193,8 @@ class Coordination:
                     continue
                 view = View.of(answer["view"])
             except (WireError, VerbundError) as error:
+                if self._closing:
+                    return
                 with self._changed:
                     lost = ClusterLost(f"the coordinator is gone: {error}")
                     self._trouble = error if isinstance(error, VerbundError) else lost

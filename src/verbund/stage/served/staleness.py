@@ -17,11 +17,19 @@ class Staleness:
         self._late = 0
         self._known = 0
 
-    def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Counts a push: the largest staleness of its blocks is that of the update."""
-        found = [outcome.staleness for outcome in outcomes if outcome.staleness is not None]
-        if found:
-            self._updates[max(found)] += 1
+    def add(self, outcomes: Sequence[Outcome], behind: int | None = None) -> None:
+        """Counts a push.
+
+        Args:
+            outcomes: what became of its parts; the largest staleness of its blocks is that of the update.
+            behind: of a share of a ticket its staleness: the ticket less the oldest version that it was computed with.
+        """
+        if behind is not None and not all(outcome.state in ("known", "late") for outcome in outcomes):
+            self._updates[behind] += 1
+        elif behind is None:
+            found = [outcome.staleness for outcome in outcomes if outcome.staleness is not None]
+            if found:
+                self._updates[max(found)] += 1
         if any(outcome.state == "late" for outcome in outcomes):
             self._late += 1
         if outcomes and all(outcome.state == "known" for outcome in outcomes):

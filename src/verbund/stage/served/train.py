@@ -246,6 +246,7 @@ class _Training:
             taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
             parts.append(Part(number, self._versions.get(number, 0), taken))
         outcomes: list[Outcome] = []
+        pulled = self._versions
         if self.binding.speaks:
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
@@ -260,7 +261,8 @@ class _Training:
                 outcomes, self._versions = self.client.push_pull(ticket, parts, self.binding.targets(), **told)
         if not self.divided:
             self.binding.pulled()
-        self.staleness.add(outcomes)
+        behind = max((ticket - version for version in pulled.values()), default=0) if self.divided else None
+        self.staleness.add(outcomes, behind)
         self.journal.add("communicate", ticket, start, time.monotonic_ns())
 
     # -- rests ---------------------------------------------------------------------------------------------------
