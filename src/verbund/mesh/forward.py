@@ -37,6 +37,11 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 class Tables(Protocol):
     """The model's embedding tables, where they lie elsewhere."""
 
+    @property
+    def names(self) -> list[str]:
+        """Of their tensors."""
+        ...
+
     def fetch(self, wanted: Mapping[str, Tensor]) -> None:
         """Brings rows, by the module of their table, before the forward pass that uses them."""
         ...

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verbund.checkpoint.piece import Piece
 from verbund.data.loader import Batch
-from verbund.errors import TaskError
+from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
@@ -33,7 +33,7 @@ from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
-from verbund.tables import train_densely
+from verbund.tables import bare, train_densely
 from verbund.task import Task
 
 Doing = Callable[[str, int], None]
@@ -60,6 +60,7 @@ class Replica:
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
         unbuilt: the task's model without values, where it is only to be looked at.
+        take_tables: takes the embedding tables out of the model, where they lie elsewhere.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Replica:
         costs: list[float] | None = None,
         deferred: bool = False,
         unbuilt: nn.Module | None = None,
+        take_tables: Callable[[nn.Module], Tables] | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -87,11 +89,19 @@ class Replica:
         recorded = recorded_task(task, job.seed) if deferred and mesh.divides_model else None
         model = unbuilt
         if model is None:
-            model = recorded.model if recorded is not None else task.build().to(self.device)
+            with bare() if take_tables is not None else nullcontext():
+                model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
+        tables = take_tables(model) if take_tables is not None else None
+        if tables is not None and tables.names and mesh.divides_model:
+            raise InputError(
+                f"the table `{tables.names[0]}` lies on servers, and the mesh divides the model",
+                where="strategy.mesh",
+                fix="Use the axis `data` alone, or an embedding that is neither sparse nor a `Table`",
+            )
         self.densely = train_densely(model)
         """Tables that were declared sparse, and are trained with dense gradients."""
-        if not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in model.parameters()) and not (tables is not None and tables.names):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.statistics = batch_statistics.has_batch_statistics(model)
         self._whole_batch = self.statistics and job.train.batch_norm == "global"
@@ -123,7 +133,8 @@ class Replica:
         if not trained:  # all that this worker's stages hold is frozen
             self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
-        self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
+        elsewhere = tables.names if tables is not None else []
+        self.optimizer = optimizer.build(named, job.train.optimizer, [*divided.names, *elsewhere])
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
@@ -155,6 +166,7 @@ class Replica:
             column.local = self._local_logits
         called: Callable[..., Any] = torch.compile(model) if job.train.compile else model
         self._forward = ForwardPass(called, task, loss, job.train, self.randomness, self.device, synchronised)
+        self.tables = tables
         # Collectives of the passes themselves must not change places with those of the buckets.
         before_last = self._sums.overlap if not self.joins_forward else lambda: None
         self._passes = Passes(model, divided, self._forward, self.buffers, mesh, job.strategy, before_last)
@@ -176,7 +188,7 @@ class Replica:
         return self._forward.tables
 
     @tables.setter
-    def tables(self, tables: Tables) -> None:
+    def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
@@ -337,8 +349,8 @@ class Replica:
     def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
         """Output, targets and loss of one evaluation batch, on the worker that has the output, else None; `averaged`
         decides which weights are used."""
-        columns = self._forward.placed(batch.columns)
         with torch.inference_mode(), self._forward.autocast():
+            columns = self._forward.placed(batch.columns)
             output = self._output(self.task.inputs(columns), batch.ticket)
             if output is None or not self.speaks:
                 return None
@@ -412,4 +424,5 @@ class Replica:
 
 def _placeholder(model: nn.Module) -> nn.Parameter:
     """A parameter without elements, which is trained and saved nowhere."""
-    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
+    first = next(model.parameters(), None)
+    return nn.Parameter(torch.zeros(0, dtype=first.dtype if first is not None else torch.float32))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
@@ -20,6 +22,7 @@ from verbund.data.sets import open_sets
 from verbund.job import AXES, Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
+from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
@@ -62,15 +65,25 @@ class Island:
     number: int = 0
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
 
-    def replica(self, worker: Worker) -> Replica:
-        """This worker's part of the model."""
+    def replica(self, worker: Worker, take_tables: Callable[[nn.Module], Tables] | None = None) -> Replica:
+        """This worker's part of the model, without its tables if they lie elsewhere."""
         example = None
         if self.mesh.divides_model:
             samples = self.train_set if len(self.train_set) else self.validation_set
             assert samples is not None
             example = example_of(samples)
         costs, deferred = worker.settings.get("costs"), bool(worker.settings.get("deferred", True))
-        return Replica(self.task, self.job, self.mesh, self.groups, worker.doing, example, costs, deferred)
+        return Replica(
+            self.task,
+            self.job,
+            self.mesh,
+            self.groups,
+            worker.doing,
+            example,
+            costs,
+            deferred,
+            take_tables=take_tables,
+        )
 
     @staticmethod
     def join(worker: Worker) -> Island:

@@ -15,6 +15,7 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, VerbundError, nearest
+from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
@@ -69,8 +70,9 @@ def work(worker: Worker) -> dict[str, Any]:
         else:
             notes.append(_left_out(whole, room))
     before = peak_bytes()
+    take_tables = RemoteTables.install if job.strategy.exchange.served else None
     try:
-        dry = DryRun(_tried(job), task, prepared, train_set, order, total, unbuilt)
+        dry = DryRun(_tried(job), task, prepared, train_set, order, total, unbuilt, take_tables)
         found = dry.work(validation_set)
     except VerbundError as error:
         if not deferred and notes and "memory" in error.what:

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.coordination import Coordination, End, Leased, Rest
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Part
+from verbund.exchange.parameter_server.remote import RemoteTables
+from verbund.exchange.parameter_server.served_rows import ServedRows, blocks_of
 from verbund.job import Job
 from verbund.mesh import probe, schedule
 from verbund.mesh.axes import Mesh
@@ -58,36 +61,58 @@ def work(worker: Worker) -> dict[str, Any]:
     )
     links = Links()
     worker.at_end.insert(0, journal.close)
-    replica = island.replica(worker)
+    replica = island.replica(worker, RemoteTables.install)
+    remote = replica.tables
+    assert isinstance(remote, RemoteTables)
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), outer.train.precision)
     if source := worker.settings["checkpoint"]:
-        restore(Path(source), replica)
+        restore(Path(source), replica, elsewhere=remote.names)
         replica.optimizer.state.clear()  # servers have read theirs
     settings = outer.strategy.exchange
-    binding = Binding(replica, [], settings.block_bytes)
+    binding = Binding(replica, blocks_of(remote, settings.servers), settings.block_bytes)
     plan = binding.plan(settings, outer.train.optimizer, outer.strategy.islands)
     coordination = meeting.coordination(worker, outer.cluster.step_deadline)
     generation = spec.life + 1
     known = coordination.enter(island.number, generation, plan)
     coordination.watch()
     client = Client(
-        plan, island.number, generation, coordination, meeting.credentials(worker), outer.cluster.step_deadline
+        plan,
+        island.number,
+        generation,
+        coordination,
+        meeting.credentials(worker),
+        outer.cluster.step_deadline,
+        settings.row_cache,
     )
+    rows = ServedRows(remote, client, plan, replica.groups.batch)
     if source and island.number == 0 and island.mesh.leads:
         worker.doing("having the servers load the checkpoint", int(known["rested"]))
         client.load(source, int(known["rested"]))
     elif island.number == 0 and not source and binding.speaks:
         worker.doing("giving the servers their first values", 0)
-        for block, values in binding.read():
+        for block, values in [*binding.read(), *(rows.first(plan) if island.mesh.leads else [])]:
             client.begin(block, values)
     saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
-    training = _Training(worker, outer, island, replica, binding, plan, client, coordination, saver, journal, links)
+    served = _Served(plan, binding, rows, client, coordination)
+    training = _Training(worker, outer, island, replica, served, saver, journal, links)
     training.step = int(known["rested"])
     worker.at_end.insert(0, training.count)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a worker has of the servers: the plan, where its blocks and rows lie in the model, the lines to servers and
+    coordinator."""
+
+    plan: Plan
+    binding: Binding
+    rows: ServedRows
+    client: Client
+    coordination: Coordination
 
 
 class _Training:
@@ -99,16 +124,14 @@ class _Training:
         outer: Job,
         island: Island,
         replica: Replica,
-        binding: Binding,
-        plan: Plan,
-        client: Client,
-        coordination: Coordination,
+        served: _Served,
         saver: Saver,
         journal: Journal,
         links: Links,
     ) -> None:
         self.worker, self.job, self.island, self.replica = worker, outer, island, replica
-        self.binding, self.plan, self.client, self.coordination = binding, plan, client, coordination
+        self.plan, self.binding, self.rows = served.plan, served.binding, served.rows
+        self.client, self.coordination = served.client, served.coordination
         self.saver, self.journal, self.links = saver, journal, links
         self.leads = island.mesh.leads
         self.settings = outer.strategy.exchange
@@ -200,8 +223,10 @@ class _Training:
 
     def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
         ticket = leased.ticket
+        least = max(ticket - self.settings.bound, 0) if self.divided else 0
+        self.rows.begin(ticket, least)
         if self.divided or not self._fresh:
-            self._pull(ticket - self.settings.bound if self.divided else 0, ticket)
+            self._pull(least, ticket)
         sizes = self._own(ticket)
         self.binding.remember_buffers()
         self.worker.doing("computing", ticket)
@@ -245,6 +270,9 @@ class _Training:
         for number, values in self.binding.gradients(share):
             taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
             parts.append(Part(number, self._versions.get(number, 0), taken))
+        of_rows = self.rows.parts(every=self.divided)
+        if self.leads:
+            parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
         outcomes: list[Outcome] = []
         pulled = self._versions
         if self.binding.speaks:
@@ -270,6 +298,7 @@ class _Training:
     def _rest(self, rest: Rest) -> None:
         """All tickets before are done, and this island does what is due."""
         self.step = rest.step
+        self.rows.begin(rest.step, rest.step if self.divided else 0)
         self._pull(rest.step if self.divided else 0, rest.step)
         judge = Judge(self.job.train, rest.judged)
         reason = rest.reason or self._end_reached()
