@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from exchange.parameter_server.nursery import Nursery
 from verbund.comm.wire import Calls, Secret, WireError, dial, listen
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Plan
@@ -43,40 +44,29 @@ class Thread:
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, address: str, plan: Plan, *given: Any, joined: Callable[..., None], **more: Any) -> None:
+    nursery: Nursery | None = None
+
+    def __init__(
+        self,
+        address: str,
+        plan: Plan,
+        rank: int,
+        generation: int,
+        folder: Path | None,
+        joined: Callable[..., None],
+        **more: Any,
+    ) -> None:
         self._model = plan.model
-        self._tell, tell = os.pipe()
-        self._address = address
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.close(self._tell)
-                words = os.fdopen(tell, "w")
-
-                def told(rank: int, generation: int, blocks: list[int]) -> None:
-                    words.write(f"{rank} {generation} {' '.join(map(str, blocks))}\n")
-                    words.flush()
-
-                server = Server(plan, *given, credentials=SECRET, joined=told, **more)
-                listener = listen(address, SECRET)
-                words.write("listens\n")
-                words.flush()
-                server.serve(listener)
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(tell)
-        self._words = os.fdopen(self._tell)
-        assert self._words.readline() == "listens\n", "a server did not start"
-        self._joined = joined
-        threading.Thread(target=self._listen, daemon=True).start()
+        Process.nursery = Process.nursery or Nursery(SECRET)
+        given = {
+            "plan": plan.record(),
+            "rank": rank,
+            "generation": generation,
+            "folder": folder and str(folder),
+            **more,
+        }
+        self.pid = Process.nursery.server(address, given, lambda told: joined(told[0], told[1], told[2:]))
         self._calls = Calls(lambda seconds: dial(address, SECRET, seconds), address)
-
-    def _listen(self) -> None:
-        for line in self._words:
-            rank, generation, *blocks = map(int, line.split())
-            self._joined(rank, generation, blocks)
 
     def see(self, view: View) -> None:
         with suppress(WireError):  # it may be stopped, or gone
@@ -89,11 +79,16 @@ class Process:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = 0
+        os.kill(self.pid, signal.SIGKILL)
         self._calls.close(wait=False)
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.005)
+        raise AssertionError("a server could not be killed")
 
 
 class Cluster:
