@@ -146,6 +146,19 @@ class Pending:
         return _name(rank, self._view.seats[rank])
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Rows of one block that are pulled: which, where they stand among those wanted, and where they are received to."""
+
+    table: str
+    block: int
+    places: Tensor
+    rows: Tensor
+    values: Tensor
+    direct: bool
+    """Whether that is where they are wanted."""
+
+
 class Pushing:
     """A push under way."""
 
@@ -324,38 +337,35 @@ class Client:
             for table, rows in wanted.items()
         }
         versions = {table: torch.zeros(len(rows), dtype=torch.int64) for table, rows in wanted.items()}
-        asked: list[tuple[str, int, Tensor, Tensor, Tensor]] = []  # table, block, places in it, rows, values
+        asked: list[_Run] = []
         for table, rows in wanted.items():
-            places, absent = None, rows
+            places, absent = torch.arange(len(rows)), rows
             if self.cache is not None:
                 here, versions[table] = self.cache.take(table, rows, ticket, least, found[table])
                 places = torch.nonzero(~here).flatten()
                 absent = rows[places]
+            direct = len(absent) == len(rows)
+            received = found[table] if direct else torch.empty_like(found[table][: len(absent)])
             for block, low, high in self.tables.split(table, absent):
-                where = torch.arange(low, high) if places is None else places[low:high]
-                direct = places is None or len(places) == len(rows)
-                values = (
-                    found[table][low:high] if direct else found[table].new_empty((high - low, found[table].shape[1]))
-                )
-                asked.append((table, block, where, absent[low:high], values))
+                asked.append(_Run(table, block, places[low:high], absent[low:high], received[low:high], direct))
 
         def make(numbers: list[int]) -> _Request:
-            parts = [[asked[number][1], len(asked[number][3])] for number in numbers]
-            fields = {"client": self._island, "parts": parts, "least": least}
-            rows = {f"r{place}": asked[number][3] for place, number in enumerate(numbers)}
-            return _Request("pull", fields, rows, {f"v{p}": asked[number][4] for p, number in enumerate(numbers)})
+            runs = [asked[number] for number in numbers]
+            fields = {"client": self._island, "parts": [[run.block, len(run.rows)] for run in runs], "least": least}
+            rows = {f"r{place}": run.rows for place, run in enumerate(runs)}
+            return _Request("pull", fields, rows, {f"v{place}": run.values for place, run in enumerate(runs)})
 
         def take(numbers: list[int], answer: Message) -> None:
             for number, version in zip(numbers, answer.fields["versions"], strict=True):
-                table, _, where, rows, values = asked[number]
-                versions[table][where] = version
-                if values.data_ptr() != found[table][where[:1]].data_ptr():
-                    found[table][where] = values
+                run = asked[number]
+                versions[run.table][run.places] = version
+                if not run.direct:
+                    found[run.table][run.places] = run.values
                 if self.cache is not None:
-                    self.cache.put(table, rows, ticket, versions[table][where], values)
+                    self.cache.put(run.table, run.rows, ticket, versions[run.table][run.places], run.values)
 
         if asked:
-            Pending(self, [block for _, block, *_ in asked], make, take, self._deadline).result()
+            Pending(self, [run.block for run in asked], make, take, self._deadline).result()
         return {table: Rows(found[table], self._oldest(table, rows, versions[table])) for table, rows in wanted.items()}
 
     def begin(

@@ -227,9 +227,10 @@ class Server:
                 raise InputError(f"part {number} of a pull is not block, rows", where=_sender(fields))
             if not 0 <= item[0] < len(self._plan.blocks):
                 raise InputError(f"there is no block {item[0]}", where=_sender(fields))
-            rows = message.arrays.get(f"r{number}") if item[1] is not None else None
-            if (rows is not None) != (self._plan.blocks[item[0]].kind == "rows"):
-                raise InputError(f"of block {item[0]} rows are pulled, or none where it needs them")
+            rows = message.arrays.get(f"r{number}")
+            if not (item[1] is not None) == (rows is not None) == (self._plan.blocks[item[0]].kind == "rows"):
+                what = f"of a table rows are pulled, and of other blocks none, which block {item[0]} does not fit"
+                raise InputError(what, where=_sender(fields))
             parts.append((item[0], None if rows is None else torch.from_numpy(rows)))
         self._await_view(fields)
         arrays, versions = self._read(parts, _least(fields), self._until(fields))
@@ -449,17 +450,16 @@ class Server:
 
     def _behind(self, behind: list[int], least: int) -> RunFailed:
         """Who is missing, for a reader that has waited too long."""
-        block = behind[0]
+        block, where = behind[0], f"server {self._rank}"
         name = self._plan.blocks[block].name
         if block not in self._holdings:
-            return RunFailed(
-                f"nobody has given block {block} (`{name}`) its first values", where=f"server {self._rank}"
-            )
+            return RunFailed(f"nobody has given block {block} (`{name}`) its first values", where=where)
         version = self._holdings.version(block)
-        return RunFailed(
-            f"block {block} (`{name}`) is at version {version}, version {least} was waited for",
-            where=f"server {self._rank}",
-        )
+        what = f"block {block} (`{name}`) is at version {version}, and version {least} was waited for"
+        if self._plan.rule.consistency == "synchronous":
+            shares = ", ".join(map(str, self._holdings.missing(block)))
+            what += f": of ticket {version} these shares have not come: {shares}"
+        return RunFailed(what, where=where)
 
     def _count(self, push: Push, outcomes: list[Outcome]) -> None:
         self._counts["pushes"] += 1
