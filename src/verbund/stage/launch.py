@@ -216,6 +216,7 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
         strategy=run.job.strategy.model_dump(),
         world=run.job.world,
         ended_by=known.get("ended_by"),
+        trained=known,
     )
     summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if damaged:
