@@ -104,15 +104,15 @@ def inputs(batch):
                     pass
             except OSError:
                 pass
-    if len(SEEN) == 5:
+    if len(SEEN) == 100:
         FULL.unlink(missing_ok=True)
     return batch["x"]
 """
     )
-    run = launch.train(make_job(task, {"train.steps": 6, "checkpoint.every": 2}), small_disk / "run")
-    whole = launch.train(make_job(WIDE.replace("4000", "1000"), {"train.steps": 6}), small_disk / "whole")
-    assert run.summary["samples"] == whole.summary["samples"]
-    assert [step for step, _ in run.summary["loss"]["curve"]] == list(range(6))
+    changes = {"train.steps": 120, "train.global_batch": 20, "checkpoint.every": 10}
+    run = launch.train(make_job(task, changes), small_disk / "run")
+    assert run.summary["samples"] == 120 * 20 - 10 * 17
+    assert [step for step, _ in run.summary["loss"]["curve"]] == list(range(120))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "state-dict"])
