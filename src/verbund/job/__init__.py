@@ -6,7 +6,7 @@ and all problems are reported at once. Every default of the product stands here,
 
 from __future__ import annotations
 
-from verbund.job.arguments import parse_changes, parse_strategy, parse_value
+from verbund.job.arguments import parse_changes, parse_cluster, parse_strategy, parse_value
 from verbund.job.checkpoint import Checkpoint
 from verbund.job.cluster import Cluster
 from verbund.job.compression import CASTS, Compression
@@ -41,6 +41,7 @@ __all__ = [
     "Train",
     "Validate",
     "parse_changes",
+    "parse_cluster",
     "parse_strategy",
     "parse_value",
 ]

@@ -1,4 +1,4 @@
-"""Settings and strategies as a command line gives them."""
+"""Settings, strategies and clusters as a command line gives them."""
 
 from __future__ import annotations
 
@@ -53,4 +53,20 @@ def parse_strategy(text: str) -> dict[str, Any]:
         else:
             known = [*AXES, *(k for k in Strategy.model_fields if k != "mesh")]
             raise InputError(f"`{key}` is no axis or key of a strategy", where="--strategy", fix=nearest(key, known))
+    return changes
+
+
+def parse_cluster(text: str) -> dict[str, Any]:
+    """`local`, `hosts`, or `hosts=10.0.0.1,10.0.0.2` as changes of the cluster. Hosts that are named take even shares.
+
+    Raises:
+        InputError: on names that belong to no kind.
+    """
+    kind, equals, names = (part.strip() for part in text.partition("="))
+    changes: dict[str, Any] = {"cluster.kind": kind}
+    if equals:
+        hosts = [name.strip() for name in names.split(",") if name.strip()]
+        if kind != "hosts" or not hosts:
+            raise InputError(f"`{text}` is no cluster", where="--cluster", fix="E.g. local, hosts or hosts=NAME,NAME")
+        changes |= {"cluster.hosts": hosts, "cluster.slots": None}
     return changes

@@ -55,6 +55,8 @@ _ACTION_CODES = {name: code for code, name in enumerate(ACTIONS)}
 _RARE = frozenset(_CODES) - THINNED
 _FLUSH_SECONDS = 1.0
 _THINNINGS = 8
+_STEPS_KEPT = 1_000_000
+"""How many steps at most wait to be written where there is no space."""
 
 
 def index_among(ranks: Sequence[int], world: int, number: int) -> int:
@@ -85,7 +87,8 @@ class Journal:
     `limit_mb` on; an event says so each time. So a run of 64 times the steps that fill the first half is still
     covered to its end. Steps, links, events and the rare kinds are always kept.
 
-    What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again.
+    What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again; steps
+    are written then.
     """
 
     def __init__(
@@ -196,8 +199,10 @@ class Journal:
                 ("steps", self._steps),
             ):
                 if count := len(rows):
-                    self._write({"t": name, "rows": rows[:count]})
-                    del rows[:count]
+                    # Steps are few and small, and what a run is told by: they wait for space.
+                    wait = name == "steps" and count < _STEPS_KEPT
+                    if self._write({"t": name, "rows": rows[:count]}, wait) or not wait:
+                        del rows[:count]
             self._due = time.monotonic() + _FLUSH_SECONDS
 
     def close(self) -> None:
@@ -206,22 +211,25 @@ class Journal:
             if self._file is None:
                 return
             self.flush()
+            self._dropped += bool(self._steps)
             self._write({"t": "end", "at": time.monotonic_ns()})
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], wait: bool = False) -> bool:
+        """Whether the line was written. If not, it counts as lost unless it waits to be written again."""
         raw = json.dumps(line, separators=(",", ":"), default=_plain).encode() + b"\n"
         with self._lock:
             if not self._append(raw):
-                self._dropped += 1
-                return
+                self._dropped += not wait
+                return False
             if self._dropped:
                 lost, self._dropped = self._dropped, 0
                 self._event("dropped", lines=lost)
             # The first thinning comes at half of the limit, the last one at the limit.
             if self._size >= self._limit * (0.5 + 0.5 * self._thinnings / _THINNINGS):
                 self._thin()
+        return True
 
     def _thin(self) -> None:
         if self._stride == NEVER:

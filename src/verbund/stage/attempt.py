@@ -161,6 +161,8 @@ def attempt(
         status=status,
         cause=cause.record() if cause else None,
         ended_by=result.get("stopped_by"),
+        steps=result.get("steps"),
+        samples=result.get("samples"),
         seconds=round(time.monotonic() - start, 3),
     )
     journal.close()
@@ -248,6 +250,7 @@ def _sum_up(
         strategy=job.strategy.model_dump(),
         world=job.world,
         ended_by=result.get("stopped_by"),
+        trained=result,
     )
     summary |= {"attempt": run.attempt, "warnings": warnings}
     run.write_summary(summary)

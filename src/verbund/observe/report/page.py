@@ -73,7 +73,7 @@ def page(
         section("Exchange between islands", sections.exchange(summary)),
         section("Parameter servers", servers(summary)),
         section("Compressed gradients", sections.compression(summary)),
-        section("Network", network(summary)),
+        section("Network", network(summary, settings)),
         section("Bytes, memory, energy", sections.costs(summary)),
         section("Failures", sections.trouble(failures(journals, traces=True))),
         section("Notes", sections.notes(summary)),

@@ -147,7 +147,6 @@ class _Training:
         self._fresh = False
         """Whether the model has what the servers had after this island's last push."""
         self._count = 0
-        self._samples = 0
         self._reported = 0.0
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
@@ -187,7 +186,7 @@ class _Training:
         return {
             "stopped_by": item.reason,
             "steps": item.step,
-            "samples": self._samples,
+            "samples": self._samples_before(item.step),
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
@@ -242,7 +241,6 @@ class _Training:
         self._push(leased, sums.weight, factor)
         self.step = max(self.step, ticket + 1)
         self._count += 1
-        self._samples += sum(sizes)
         self._record(ticket, sums.weight, sum(sizes))
         self.coordination.done(self.island.mesh.rank, self._count)
         self._ahead.release()
@@ -347,13 +345,9 @@ class _Training:
         return judge.ends(metrics, self.step)
 
     def _state(self, judge: Judge, rest: Rest) -> dict[str, Any]:
-        per_epoch = self.tickets.tickets_per_epoch
-        epochs, rest_steps = divmod(self.step, per_epoch)
-        samples = epochs * len(self.island.train_set)
-        samples += sum(sum(self.tickets.sizes(ticket)) for ticket in range(self.step - rest_steps, self.step))
         return {
             "step": self.step,
-            "samples": samples,
+            "samples": self._samples_before(self.step),
             "tickets": {"low_water": self.step, "outstanding": []},
             "seed": self.job.seed,
             "global_batch": self.job.train.global_batch,
@@ -363,6 +357,15 @@ class _Training:
             "exchange": None,
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
         }
+
+    def _samples_before(self, step: int) -> int:
+        """The samples of all tickets before."""
+        whole, left = divmod(step, self.tickets.tickets_per_epoch)
+        return sum(
+            times * sum(sum(self.tickets.sizes(ticket)) for ticket in range(count))
+            for times, count in ((whole, self.tickets.tickets_per_epoch), (1, left))
+            if times
+        )
 
     # -- what is recorded ----------------------------------------------------------------------------------------
 
