@@ -313,9 +313,10 @@ class _Training:
             if ends:
                 self.saver.wait()
             self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
         if self.leads:
-            self.coordination.settle(self.step, reason, judge.state() | {"seconds": state["seconds"]})
+            self.coordination.settle(self.step, reason, judge.state())
+        # Nobody of the island may ask for more before that.
+        self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
         self._ahead.release()
         self._fresh = False
 
