@@ -15,6 +15,7 @@ from verbund.exchange.parameter_server.leases import Leases, stops
 from verbund.exchange.parameter_server.placement import place
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.job import Job
+from verbund.observe.events import Journal
 from verbund.run import Run
 from verbund.stage.served import meeting
 
@@ -41,9 +42,11 @@ def work(worker: Worker) -> dict[str, Any]:
     def places(plan: Plan) -> list[tuple[int, ...]]:
         return place(plan, exchange.servers, exchange.copies)
 
-    coordinator = Coordinator(
-        Run.open(Path(settings["run"])).servers, leases, exchange.servers, places, settings["judged"], trouble.append
-    )
+    run = Run.open(Path(settings["run"]))
+    coordinator = Coordinator(run.servers, leases, exchange.servers, places, settings["judged"], trouble.append)
+    spec = worker.spec
+    journal = Journal(run.journal, spec.role, spec.rank, spec.generation, address=spec.address, life=spec.life)
+    worker.at_end.insert(0, journal.close)
     finish = threading.Event()
 
     def hear(message: Message) -> None:
