@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exchange.parameter_server.holding import begun, push, spec
 
+from exchange.parameter_server.holding import begun, push, spec
 from verbund.errors import InputError
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule

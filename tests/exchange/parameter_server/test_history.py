@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tests.exchange.parameter_server.holding import begun, push, send, spec
 from torch import Tensor
 
+from exchange.parameter_server.holding import begun, push, send, spec
 from verbund.exchange.parameter_server.history import History
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.exchange.parameter_server.holding import begun, blocks_of, push, spec
 
+from exchange.parameter_server.holding import begun, blocks_of, push, spec
 from verbund.exchange.parameter_server.holdings import Holdings, Image
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part, Push

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exchange.parameter_server.holding import (
+from torch import Tensor, nn
+
+from exchange.parameter_server.holding import (
     ASYNCHRONOUS,
     SHAPES,
     begun,
@@ -19,9 +21,7 @@ from tests.exchange.parameter_server.holding import (
     spec,
     whole,
 )
-from tests.exchange.parameter_server.test_tables import WIDTH, parts_of, tables
-from torch import Tensor, nn
-
+from exchange.parameter_server.test_tables import WIDTH, parts_of, tables
 from verbund.checkpoint import Checkpoint, Piece, commit, partial_folder, write_part
 from verbund.errors import CheckpointError
 from verbund.exchange.parameter_server.holdings import Holdings

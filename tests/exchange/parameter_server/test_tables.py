@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exchange.parameter_server.holding import ASYNCHRONOUS, begun, push, send, spec, whole
 from torch import Tensor, nn
 
+from exchange.parameter_server.holding import ASYNCHRONOUS, begun, push, send, spec, whole
 from verbund.checkpoint.box import Box
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, cut
 from verbund.exchange.parameter_server.push import Part
+from verbund.mesh.ftrl import FTRL
 
 ROWS, WIDTH = 23, 3
 
@@ -42,6 +43,7 @@ def draws(steps: int, rows: int = ROWS) -> Iterator[tuple[Tensor, Tensor]]:
         yield some, torch.randn((len(some), WIDTH), generator=generator)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("runs", [1, 3])
 @pytest.mark.parametrize(
     ("name", "kind", "arguments"),
@@ -75,6 +77,7 @@ def test_100_steps_equal_torchs_sparse_ones(name: str, kind: Any, arguments: dic
         ("rmsprop", {"momentum": 0.3, "centered": True}),
         ("rprop", {}),
         ("nadam", {}),
+        ("ftrl", {"l1": 0.3}),
     ],
 )
 def test_100_steps_equal_a_loop_over_touched_rows(name: str, arguments: dict[str, Any]) -> None:
@@ -84,11 +87,12 @@ def test_100_steps_equal_a_loop_over_touched_rows(name: str, arguments: dict[str
     plan = Plan(tuple(tables(3)), spec(name, 0.05, **arguments), ASYNCHRONOUS)
     holdings = begun(plan, {"table": first})
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop}
-    kind |= {"rprop": torch.optim.Rprop, "nadam": torch.optim.NAdam}
+    kind |= {"rprop": torch.optim.Rprop, "nadam": torch.optim.NAdam, "ftrl": FTRL}
+    settings = arguments if name == "ftrl" else {**arguments, "foreach": False}
     rows_alone = [nn.Parameter(row.clone()) for row in first]
-    optimizers = [kind[name]([row], lr=0.05, foreach=False, **arguments) for row in rows_alone]
+    optimizers = [kind[name]([row], lr=0.05, **settings) for row in rows_alone]
     clock = nn.Parameter(torch.zeros(WIDTH))
-    counting = kind[name]([clock], lr=0.05, foreach=False, **arguments)
+    counting = kind[name]([clock], lr=0.05, **settings)
     for ticket, (rows, gradient) in enumerate(draws(100)):
         before = {key: value.clone() for key, value in counting.state[clock].items() if value.dim() == 0}
         clock.grad = torch.zeros(WIDTH)
