@@ -136,29 +136,22 @@ class Cluster:
         """Kills a server; nobody is told."""
         self.servers.pop(rank).kill()
 
-    def fail_over(self, rank: int) -> None:
-        """A server was lost: others take its blocks over, and one in its place joins them."""
+    def fail_over(self, *ranks: int) -> None:
+        """Servers were lost: others take their blocks over, and new ones in their places join those."""
         with self._lock:
-            generation = self.view.seats[rank].generation + 1
-            address = self._address(rank, generation)
-            seats = tuple(Seat(address, generation) if r == rank else s for r, s in enumerate(self.view.seats))
-            holders, joining = [], []
-            for has, joins in zip(self.view.holders, self.view.joining, strict=True):
-                if rank not in has + joins or self._log:
-                    holders.append(has)
-                    joining.append(joins)
-                    continue
-                left = [server for server in has if server != rank]
-                if has[0] == rank:
-                    assert left, "a block is lost"
-                    others = [*left[1:], *(server for server in joins if server != rank)]
-                    left = left[:1]
-                else:
-                    others = [server for server in joins if server != rank]
-                holders.append(tuple(left))
-                joining.append((*others, rank))
-            self._start(rank, generation)
-            self.change(seats=seats, holders=tuple(holders), joining=tuple(joining))
+            seats, holders, joining = list(self.view.seats), list(self.view.holders), list(self.view.joining)
+            for rank in ranks:
+                generation = seats[rank].generation + 1
+                seats[rank] = Seat(self._address(rank, generation), generation)
+            if not self._log:
+                for block, has in enumerate(holders):
+                    lost = [rank for rank in ranks if rank in has + joining[block]]
+                    holders[block] = tuple(rank for rank in has if rank not in ranks)
+                    joining[block] = (*(rank for rank in joining[block] if rank not in ranks), *lost)
+                    assert holders[block], "a block is lost"
+            for rank in ranks:
+                self._start(rank, seats[rank].generation)
+            self.change(seats=tuple(seats), holders=tuple(holders), joining=tuple(joining))
 
     def joined(self, rank: int, generation: int, blocks: list[int]) -> None:
         """A joining server has blocks whole."""

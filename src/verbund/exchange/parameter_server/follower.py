@@ -135,7 +135,8 @@ class Follower:
         """A record, of which it is to get what is about its blocks."""
         part = records.of_blocks(record, self.has.sent)
         if part is not None:
-            self._put(number, part, {"versions": [versions.get(block) for block in records.blocks_of(part)]})
+            after = [versions[block] for block in records.blocks_of(part) if block in versions]
+            self._put(number, part, {"versions": after})
 
     def waits_for(self, block: int, number: int) -> bool:
         """Whether it has not got all that there was of a block up to this number."""

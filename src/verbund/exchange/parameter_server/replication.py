@@ -105,7 +105,7 @@ class Replication:
             self._changed.notify_all()
 
     def append(self, number: int, record: Record, versions: dict[int, int]) -> None:
-        """A record, and the versions that its blocks have after it. In the order of the numbers."""
+        """A record, and the versions that a push has brought its blocks to. In the order of the numbers."""
         with self._changed:
             for follower in self._followers.values():
                 follower.append(number, record, versions)
