@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from verbund.errors import InputError, JobError, Problem, RunFailed, TaskError, nearest
 from verbund.job import Group, Optimizer
+from verbund.mesh.ftrl import FTRL
 from verbund.mesh.schedule import BASE
 
 # Optimisers that treat every element for itself: a share of a parameter can be trained by them.
 ELEMENTWISE = frozenset(
-    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd")
+    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd", "ftrl")
 )
 _REFUSED = {
     "lbfgs": "`lbfgs` evaluates the loss several times a step, on whole batches that are not at hand then",
@@ -203,8 +204,8 @@ class LossScale:
 
 @functools.cache
 def _classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The optimisers of `torch.optim` by their names in lower case, without those that are refused."""
-    found = {}
+    """The optimisers by their names in lower case: those of `torch.optim` that are not refused, and our own."""
+    found: dict[str, Callable[..., torch.optim.Optimizer]] = {"ftrl": FTRL}
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             found[name.lower()] = kind

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exchange.parameter_server.holding import (
+from torch import Tensor, nn
+
+from exchange.parameter_server.holding import (
     ASYNCHRONOUS,
     SHAPES,
     begun,
@@ -17,13 +19,12 @@ from tests.exchange.parameter_server.holding import (
     spec,
     whole,
 )
-from torch import Tensor, nn
-
 from verbund.errors import InputError
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part
 from verbund.job import Group, Optimizer
+from verbund.mesh.ftrl import FTRL
 from verbund.mesh.schedule import apply
 
 OPTIMIZERS: list[tuple[str, Any, dict[str, Any]]] = [
@@ -41,6 +42,7 @@ OPTIMIZERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("adadelta", torch.optim.Adadelta, {}),
     ("rprop", torch.optim.Rprop, {}),
     ("asgd", torch.optim.ASGD, {}),
+    ("ftrl", FTRL, {"l1": 0.5, "l2": 0.1}),
 ]
 
 
@@ -48,17 +50,17 @@ def values_of(generator: torch.Generator) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.parametrize("lists", [False, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("lists", [False, True], ids=["default", "foreach"])
 @pytest.mark.parametrize(("name", "kind", "arguments"), OPTIMIZERS)
 def test_100_steps_equal_torchs(name: str, kind: Any, arguments: dict[str, Any], lists: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     values = values_of(generator)
-    plan = Plan(
-        tuple(blocks_of(SHAPES)), spec(name, 0.02, **arguments, **({"foreach": True} if lists else {})), ASYNCHRONOUS
-    )
+    plain = {} if kind is FTRL else {"foreach": False}
+    chosen = {"foreach": True} if lists and plain else {}
+    plan = Plan(tuple(blocks_of(SHAPES)), spec(name, 0.02, **arguments, **chosen), ASYNCHRONOUS)
     holdings = begun(plan, values)
     theirs = {key: nn.Parameter(value.clone()) for key, value in values.items()}
-    optimizer = kind(theirs.values(), lr=0.02, foreach=False, **arguments)
+    optimizer = kind(theirs.values(), lr=0.02, **plain, **arguments)
     for ticket in range(100):
         rate, weight, scale = 1.0 / (1 + ticket % 3), 8.0, 0.5
         sums = values_of(generator)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.exchange.parameter_server.holding import SHAPES, begun, blocks_of, part_of, push, send, spec, whole
 from torch import Tensor, nn
 
+from exchange.parameter_server.holding import SHAPES, begun, blocks_of, part_of, push, send, spec, whole
 from verbund.errors import InputError
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
