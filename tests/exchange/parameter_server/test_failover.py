@@ -44,7 +44,7 @@ class Counting:
 
     def __init__(self, servers: Cluster, clients: int = 2) -> None:
         self.servers = servers
-        self.clients = [servers.client(island) for island in range(clients)]
+        self.clients = [servers.client(island, patience=0.5) for island in range(clients)]
         begin(self.clients[0])
         self.pushed = [0] * clients
         self._failures: list[BaseException] = []

@@ -75,6 +75,7 @@ class Follower:
         changed: the lock.
         events: see there.
         deadline: seconds that it may take for a record.
+        patience: seconds of silence after which records are sent again.
         pause: seconds before it begins.
     """
 
@@ -88,6 +89,7 @@ class Follower:
         changed: threading.Condition,
         events: Events,
         deadline: float,
+        patience: float,
         pause: float = 0.0,
     ) -> None:
         self.rank = rank
@@ -107,7 +109,7 @@ class Follower:
         self._queue: deque[_Item] = deque()
         self._images: deque[int] = deque()
         self._under_way: deque[tuple[Call, _Item]] = deque()
-        self._calls = Calls(connect, self.name)
+        self._calls = Calls(connect, self.name, patience=patience)
         for work in (self._send, self._settle):
             threading.Thread(target=work, name=f"to {self.name}", daemon=True).start()
 

@@ -64,6 +64,7 @@ class Replication:
         joined: see there.
         credentials: for dialling other servers.
         deadline: seconds that a server may take for a record.
+        patience: seconds of its silence after which records are sent again.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Replication:
         joined: Joined | None,
         credentials: Credentials,
         deadline: float,
+        patience: float = 30.0,
     ) -> None:
+        self._patience = patience
         self._own = own
         self._joined = joined
         self._credentials = credentials
@@ -178,6 +181,7 @@ class Replication:
             self._changed,
             self._events,
             self._deadline,
+            self._patience,
             pause,
         )
         self._followers[rank] = follower

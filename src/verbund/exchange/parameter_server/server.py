@@ -46,6 +46,7 @@ class Server:
         deadline: seconds that a request may take.
         joined: is told, by a primary, of a server that has all blocks which it was to join.
         log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
+        patience: seconds of another server's silence after which records are sent to it again.
 
     Raises:
         CheckpointError: if the folder cannot be taken up.
@@ -61,6 +62,7 @@ class Server:
         deadline: float = 60.0,
         joined: Joined | None = None,
         log_bytes: int = BOUND,
+        patience: float = 30.0,
     ) -> None:
         self._plan = plan
         self._model = plan.model
@@ -89,7 +91,7 @@ class Server:
         self._counts |= {"pulls": 0, "pulled_bytes": 0, "records": 0}
         self._applying = 0.0
         own = Self(rank, generation, self._model)
-        self._replication = Replication(own, self._send_image, joined, credentials, deadline)
+        self._replication = Replication(own, self._send_image, joined, credentials, deadline, patience)
         self._log = Log(folder, self._image, log_bytes) if folder is not None else None
         if self._log is not None:
             self._number = self._log.recover(self._holdings)
