@@ -33,6 +33,11 @@ class Ticket:
         return len(self._weights)
 
     @property
+    def shares(self) -> set[int]:
+        """Those that have come."""
+        return set(self._weights)
+
+    @property
     def weight(self) -> float:
         """Of all shares that have come."""
         return sum(self._weights[share] for share in sorted(self._weights))

@@ -154,6 +154,12 @@ class Holdings:
         """How many tickets a block has taken, on top of the version that it began with."""
         return self._here(block).version
 
+    def missing(self, block: int) -> list[int]:
+        """The shares of a block's next ticket that have not come."""
+        held = self._here(block)
+        ticket = held.tickets.get(held.version)
+        return sorted(set(range(self.plan.rule.shares)) - (ticket.shares if ticket is not None else set()))
+
     def check(self, push: Push) -> None:
         """Looks whether `apply` can take a push.
 
