@@ -15,6 +15,7 @@ from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, cut
 from verbund.exchange.parameter_server.push import Part
 from verbund.mesh.ftrl import FTRL
+from verbund.tables import Table
 
 ROWS, WIDTH = 23, 3
 
@@ -125,6 +126,7 @@ def test_rows_are_born_alike_wherever_and_whenever() -> None:
     rows = once.read_rows(0, asked)
     assert torch.equal(rows[0], rows[2])
     assert torch.equal(rows, whole(thrice, "table")[asked])
+    assert torch.equal(rows, Table(ROWS, WIDTH, seed=7, scale=0.5).weight[asked])
     assert torch.equal(rows, once.read_rows(0, asked))
     send(once, push([Part(0, 0, torch.ones(WIDTH), torch.tensor([3]))]))
     torch.testing.assert_close(once.read_rows(0, asked)[0], rows[0] - 0.1)

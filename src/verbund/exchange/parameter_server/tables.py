@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from verbund.exchange.parameter_server.memory import reserve
 from verbund.exchange.parameter_server.plan import Block
 from verbund.exchange.parameter_server.server_optimizer import ServerOptimizer
-from verbund.randomness.draws import normal
-from verbund.randomness.hash import combine, sample_keys, text_key
+from verbund.randomness.rows import born
 
 
 class Table:
@@ -151,11 +150,8 @@ class Table:
         return self._moments[key]
 
     def _made(self, rows: Tensor) -> Tensor:
-        """First values: normal, a function of seed, table and row alone."""
+        """First values: those that the rows have in a process that has the whole table."""
         assert self.block.born is not None
         seed, scale = self.block.born
-        whole = rows + self.block.offset[0]
-        made = normal(
-            sample_keys(combine(seed, text_key(self.block.name)), whole), self.block.width, self._values.dtype
-        )
-        return made.mul_(scale).view((len(rows), *self.block.length[1:]))
+        made = born(seed, rows + self.block.offset[0], self.block.width, scale).to(self._values.dtype)
+        return made.view((len(rows), *self.block.length[1:]))
