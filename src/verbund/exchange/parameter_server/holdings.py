@@ -57,7 +57,7 @@ class Holdings:
         plan: of the run.
 
     Raises:
-        InputError: if the plan's optimiser needs whole tensors.
+        JobError: if the plan's optimiser needs whole tensors.
     """
 
     def __init__(self, plan: Plan) -> None:
