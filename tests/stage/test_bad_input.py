@@ -97,6 +97,10 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"train.optimizer.name": "adamm"}, ["adamm", "dam"]),
         ({"train.optimizer.weight_decai": 0.1}, ["weight_decai", "weight_decay"]),
         ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),
+        (
+            {"train.optimizer.name": "muon", "strategy.exchange": "parameter_server"},
+            ["`muon` needs whole parameters", "ftrl"],
+        ),
         ({"train.optimizer.groups": [{"match": "*.weihgt", "lr": 0.1}]}, ["*.weihgt"]),
         ({"validate.metrics": ["acuracy"]}, ["acuracy", "accuracy"]),
         (
@@ -169,10 +173,13 @@ from torch import nn
 def inputs(batch):
     return batch["y"]
 def model():
-    return nn.Sequential(nn.Embedding(5, 5, sparse=True))
+    return Model()
+class Model(nn.Embedding):
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.weight, sparse=True)
 """
-    with pytest.raises(InputError, match="sparse"):
-        run_job(task, {"train.optimizer.name": "sgd"})
+    with pytest.raises(InputError, match=r"`weight` has sparse gradients.*without sparse=True"):
+        run_job(task.replace("Model()", "Model(5, 5)"), {"train.optimizer.name": "sgd"})
 
 
 def test_job_file_that_is_no_toml(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from verbund.comm.compression.casts import Casts
 from verbund.errors import InputError, VerbundError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
+from verbund.mesh.forward import call
 from verbund.mesh.groups import Groups
 from verbund.mesh.held import Cut, Held, become
 from verbund.mesh.optimizer import ELEMENTWISE
@@ -219,8 +220,6 @@ def uneven(made: Divided) -> list[str]:
 
 def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
     """Calls a model with the inputs of an example."""
-    from verbund.mesh.replica import call
-
     inputs = task.inputs(columns)
     return lambda model: call(model, inputs)
 

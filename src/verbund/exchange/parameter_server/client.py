@@ -393,6 +393,32 @@ class Client:
 
         Pending(self, blocks, make, lambda places, answer: None, self._deadline).result()
 
+    def ask_all(self, kind: str, fields: Callable[[int], dict[str, Any]]) -> list[Message | Exception]:
+        """Asks every server of the newest view the same, by rank: what each answers, or why it does not.
+
+        Args:
+            kind: what is asked.
+            fields: of a server's request.
+        """
+        view = self._watch.newest()
+        calls: list[Call | Exception] = []
+        for rank, seat in enumerate(view.seats):
+            told = {**fields(rank), "model": self._model, "view": view.number, "client": self._island}
+            try:
+                calls.append(self._to(rank, seat).start(kind, told, self._deadline))
+            except WireError as error:
+                calls.append(error)
+        answers: list[Message | Exception] = []
+        for call in calls:
+            if isinstance(call, Exception):
+                answers.append(call)
+                continue
+            try:
+                answers.append(call.result())
+            except (WireError, VerbundError) as error:
+                answers.append(error)
+        return answers
+
     def close(self) -> None:
         """Ends all connections."""
         self._closed.set()

@@ -57,7 +57,7 @@ class Holdings:
         plan: of the run.
 
     Raises:
-        InputError: if the plan's optimiser needs whole tensors.
+        JobError: if the plan's optimiser needs whole tensors.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -320,7 +320,7 @@ class Holdings:
             total, rows = ticket.total()
             if total is None or not (weight or isinstance(held.store, Sum)):
                 continue
-            if not isinstance(held.store, Sum):
+            if not isinstance(held.store, Sum) and weight != 1.0:
                 total.div_(weight)
             steps.append(_Step(held, total, rows, ticket.rate))
         self._take(steps)
