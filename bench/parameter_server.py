@@ -77,6 +77,7 @@ def serve(folder: Path, megabytes: int) -> None:
         ),
         flush=True,
     )
+    server.close()
 
 
 def work(folder: Path, megabytes: int, island: int) -> None:

@@ -163,7 +163,7 @@ class Server:
     # Requests
 
     def _answer(self, connection: Connection) -> None:
-        self._own.memory = Memory()
+        self._own.memory, self._own.answers = Memory(), Memory()
         try:
             self._replies.serve(connection, None, self._own.memory)
         finally:
@@ -437,10 +437,11 @@ class Server:
                 if left <= 0:
                     raise self._behind(behind, least)
                 self._changed.wait(left)
+            self._own.answers.begin()  # the former answer has been sent
             arrays: dict[str, Payload] = {}
             for number, (block, rows) in enumerate(parts):
                 if rows is None:
-                    arrays[f"v{number}"] = self._holdings.read([block])
+                    arrays[f"v{number}"] = self._holdings.read([block], self._place(block))
                 else:
                     arrays[f"v{number}"] = self._holdings.read_rows(block, rows)
             versions = [self._holdings.version(block) for block in blocks]
@@ -449,6 +450,12 @@ class Server:
             self._counts["pulled_bytes"] += sum(int(getattr(array, "nbytes", 0)) for array in arrays.values())
         self._settle(needed, until)
         return arrays, versions
+
+    def _place(self, block: int) -> Tensor:
+        """Memory of this connection for the values of a block, until its next answer."""
+        dtype = getattr(torch, self._plan.blocks[block].dtype)
+        raw = torch.from_numpy(self._own.answers.take(self._plan.blocks[block].count * dtype.itemsize))
+        return raw.view(dtype)
 
     def _behind(self, behind: list[int], least: int) -> RunFailed:
         """Who is missing, for a reader that has waited too long."""
