@@ -244,6 +244,7 @@ class Client:
         deadline: seconds within which a request must be answered, failovers included.
         row_cache: for how many tickets a row of a table may be taken again; 0: it is always pulled.
         cache_bytes: that the cache of one table may have.
+        patience: seconds of a server's silence after which requests to it are sent again.
     """
 
     def __init__(
@@ -256,7 +257,9 @@ class Client:
         deadline: float = 60.0,
         row_cache: int = 0,
         cache_bytes: int = _CACHE_BYTES,
+        patience: float = 30.0,
     ) -> None:
+        self._patience = patience
         self._plan = plan
         self._model = plan.model
         self._island = island
@@ -527,7 +530,11 @@ class Client:
                 return known[1]
             if known is not None:
                 known[1].close(wait=False)
-            calls = Calls(lambda seconds: dial(seat.address, self._credentials, seconds), _name(rank, seat))
+            calls = Calls(
+                lambda seconds: dial(seat.address, self._credentials, seconds),
+                _name(rank, seat),
+                patience=self._patience,
+            )
             self._calls[rank] = (seat, calls)
             return calls
 

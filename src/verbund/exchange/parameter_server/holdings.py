@@ -60,7 +60,7 @@ class Holdings:
             its own.
 
     Raises:
-        InputError: if the plan's optimiser needs whole tensors.
+        JobError: if the plan's optimiser needs whole tensors.
     """
 
     def __init__(self, plan: Plan, adopt: Callable[[int, Tensor], Tensor | None] = lambda *_: None) -> None:
@@ -186,8 +186,12 @@ class Holdings:
         held = [self._here(part.block) for part in push.parts]
         return self._share(push, held) if self._synchronous else self._at_once(push, held)
 
-    def read(self, blocks: Sequence[int]) -> Tensor:
+    def read(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
         """The values of blocks of one dtype that are no tables, flat, one after the other: a copy.
+
+        Args:
+            blocks: their numbers.
+            into: memory for it, flat.
 
         Raises:
             InputError: if a block is not here, is a table, or has another dtype than the first.
@@ -200,7 +204,7 @@ class Holdings:
             found.append(store.values)
             if found[0].dtype != found[-1].dtype:
                 raise InputError(f"block {number} (`{store.block.name}`) has another dtype than block {blocks[0]}")
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(found, out=into) if found else torch.empty(0)
 
     def read_rows(self, block: int, rows: Tensor) -> Tensor:
         """Rows of a table, [len(rows), width], in any order: a copy. Those that no push has changed yet may be made for
@@ -338,7 +342,7 @@ class Holdings:
             total, rows = ticket.total()
             if total is None or not (weight or isinstance(held.store, Sum)):
                 continue
-            if not isinstance(held.store, Sum):
+            if not isinstance(held.store, Sum) and weight != 1.0:
                 total.div_(weight)
             steps.append(_Step(held, total, rows, ticket.rate))
         self._take(steps)

@@ -50,6 +50,7 @@ class Server:
         deadline: seconds that a request may take.
         joined: is told, by a primary, of a server that has all blocks which it was to join.
         log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
+        patience: seconds of another server's silence after which records are sent to it again.
 
     Raises:
         CheckpointError: if the folder cannot be taken up.
@@ -65,6 +66,7 @@ class Server:
         deadline: float = 60.0,
         joined: Joined | None = None,
         log_bytes: int = BOUND,
+        patience: float = 30.0,
     ) -> None:
         self._plan = plan
         self._model = plan.model
@@ -96,7 +98,7 @@ class Server:
         self._counts |= {"pulls": 0, "pulled_bytes": 0, "records": 0}
         self._applying = 0.0
         own = Self(rank, generation, self._model)
-        self._replication = Replication(own, self._send_image, joined, credentials, deadline)
+        self._replication = Replication(own, self._send_image, joined, credentials, deadline, patience)
         self._log = Log(folder, self._image, log_bytes) if folder is not None else None
         if self._log is not None:
             self._number = self._log.recover(self._holdings)
@@ -171,7 +173,7 @@ class Server:
     # Requests
 
     def _answer(self, connection: Connection) -> None:
-        self._own.memory = Memory()
+        self._own.memory, self._own.answers = Memory(), Memory()
         try:
             self._replies.serve(connection, None, self._own.memory)
         finally:
@@ -250,13 +252,13 @@ class Server:
         inbox = self._inboxes.get(str(message.fields.get("outbox")))
         if inbox is None or not isinstance(places, list) or len(places) != len(message.fields["parts"]):
             raise InputError("a push speaks of memory that it has not shown")
-        arrays = dict(message.arrays)
+        values: dict[str, Tensor] = {}
         for number, (place, part) in enumerate(zip(places, message.fields["parts"], strict=True)):
             if place is not None:
                 block = self._plan.blocks[_block(part[0], self._plan)]
                 dtype = getattr(torch, block.dtype)
-                arrays[f"v{number}"] = inbox.view(place, block.count, dtype).numpy()
-        push = Push.of(message.fields, arrays, self._plan)
+                values[f"v{number}"] = inbox.view(place, block.count, dtype)
+        push = Push.of(message.fields, message.arrays, self._plan, values)
         if self._replication.follows:  # who gets it later reads it later
             parts = [p if p.values is None else replace(p, values=p.values.clone()) for p in push.parts]
             push = replace(push, parts=parts)
@@ -494,13 +496,14 @@ class Server:
                 if left <= 0:
                     raise self._behind(behind, least)
                 self._changed.wait(left)
+            self._own.answers.begin()  # the former answer has been sent
             arrays: dict[str, Payload] = {}
             places: list[int | None] = [None] * len(parts)
             for number, (block, rows) in enumerate(parts):
                 if rows is not None:
                     arrays[f"v{number}"] = self._holdings.read_rows(block, rows)
                 elif not fields.get("looks") or (place := self._place(block)) is None:
-                    arrays[f"v{number}"] = self._holdings.read([block])
+                    arrays[f"v{number}"] = self._holdings.read([block], self._room(block))
                 else:
                     places[number] = place
             versions = [self._holdings.version(block) for block in blocks]
@@ -516,6 +519,12 @@ class Server:
         """Where in this server's memory a block's values lie."""
         values = self._holdings.values(block)
         return self._exposed.place(block, values) if self._exposed is not None and values is not None else None
+
+    def _room(self, block: int) -> Tensor:
+        """Memory of this connection for the values of a block, until its next answer."""
+        dtype = getattr(torch, self._plan.blocks[block].dtype)
+        raw = torch.from_numpy(self._own.answers.take(self._plan.blocks[block].count * dtype.itemsize))
+        return raw.view(dtype)
 
     def _behind(self, behind: list[int], least: int) -> RunFailed:
         """Who is missing, for a reader that has waited too long."""
