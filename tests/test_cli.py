@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import MLP, Command, MakeJob
+from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before, launch
 
@@ -86,6 +87,39 @@ def test_a_document_per_verb(command: Command, trained: Path) -> None:
     assert {"what", "verdict", "found", "cause"} == set(findings[0])
 
 
+ELSEWHERE = [
+    ([], ("hosts", ["10.0.0.1", "10.0.0.2"], 3)),
+    (["--cluster", "local"], ("local", ["10.0.0.1", "10.0.0.2"], 3)),
+    (["--cluster", "hosts=10.0.0.2, 10.0.0.3"], ("hosts", ["10.0.0.2", "10.0.0.3"], None)),
+]
+
+
+@pytest.mark.parametrize("verb", ["resume", "validate", "predict", "doctor", "verify"])
+def test_on_another_cluster_than_the_runs(
+    verb: str, command: Command, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Job] = []
+    real = before.cluster_of
+    monkeypatch.setattr(before, "cluster_of", lambda job: (used.append(job), real(job))[1])
+    for job in (trained / "job.toml", trained.with_name("job.toml")):
+        old, new = 'kind = "local"', 'kind = "hosts"\nslots = 3\n'
+        text = job.read_text().replace("hosts = []", 'hosts = ["10.0.0.1", "10.0.0.2"]')
+        assert old in text
+        job.write_text(text.replace(old, new))
+    arguments = {
+        "resume": ["run", "--set", "train.steps=6"],
+        "predict": ["run", "data.npz"],
+        "doctor": ["job.toml"],
+        "verify": ["job.toml", "--steps", "1"],
+    }.get(verb, ["run"])
+    # Training would measure the links between the hosts.
+    for more, cluster in ELSEWHERE[1:2] if verb == "resume" else ELSEWHERE:
+        shown = command(verb, *arguments, *more)
+        assert shown.status == 0, shown.err
+        settings = used[-1].cluster
+        assert (settings.kind, settings.hosts, settings.slots) == cluster
+
+
 def test_the_tasks_own_prints_are_not_in_the_document(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job("print('hello from the task')\n" + MLP)
     (tmp_path / "job.toml").write_text(job.toml())
@@ -108,6 +142,8 @@ BAD = {
     "no setting": (2, ["train", "job.toml", "--set", "train.steps"], "Write KEY=VALUE"),
     "an axis": (2, ["train", "job.toml", "--strategy", "dat=2"], "`data`"),
     "two that say how many": (2, ["train", "job.toml", "--strategy", "data=2", "--workers", "2"], "one of them"),
+    "a cluster of no hosts": (2, ["train", "job.toml", "--cluster", "hosts="], "hosts=NAME,NAME"),
+    "a cluster that has none": (2, ["doctor", "job.toml", "--cluster", "local=a"], "`local=a` is no cluster"),
     "a cluster": (2, ["train", "job.toml", "--cluster", "locale"], "Did you mean `local`?"),
     "init: a folder in use": (2, ["init", "run"], "exists already"),
     "train: no job": (2, ["train", "no.toml"], "no such job file"),

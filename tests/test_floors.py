@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 
 # From the ground up. A longer prefix wins.
 FLOORS: list[tuple[str, ...]] = [
-    ("errors", "interrupts", "plain_json", "job", "job_problems", "placement", "sums", "objectives", "metrics",
+    ("errors", "interrupts", "plain_json", "job", "placement", "sums", "objectives", "metrics",
      "randomness", "tables"),
     ("task", "interop.huggingface", "interop.smollm2",
      "data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",

@@ -1,4 +1,4 @@
-"""`docs/job.md` says what `job.py` says. `python tests/test_job_reference.py` writes it anew."""
+"""`docs/job.md` says what `verbund/job/` says. `python tests/test_job_reference.py` writes it anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from verbund import job
-from verbund.job_problems import as_toml, must_be
+from verbund.job.problems import as_toml, must_be
 
 FILE = Path(__file__).parent.parent / "docs" / "job.md"
 HEAD = """# Keys of the job file

@@ -11,7 +11,7 @@ import typer
 from verbund.answer import Answer, Output
 from verbund.errors import InputError, Interrupted
 from verbund.interrupts import Interrupt, Interrupts
-from verbund.job import Job, parse_changes, parse_strategy
+from verbund.job import Job, parse_changes, parse_cluster, parse_strategy
 
 if TYPE_CHECKING:
     from verbund.run import Run
@@ -52,8 +52,9 @@ StrategyText = Annotated[
         "axes that are not named are 1.",
     ),
 ]
-ClusterKind = Annotated[
-    str | None, typer.Option("--cluster", metavar="KIND", help="Where processes run: local or hosts.")
+ClusterText = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="KIND", help="Where processes run: local, hosts, or hosts=NAME,NAME."),
 ]
 Step = Annotated[
     int | None,
@@ -106,7 +107,7 @@ def train(
     settings: Settings = None,
     workers: Workers = None,
     strategy: StrategyText = None,
-    cluster: ClusterKind = None,
+    cluster: ClusterText = None,
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="DIR", help="The run's directory; default: a new one in runs/."),
@@ -131,6 +132,7 @@ def resume(
     settings: Settings = None,
     workers: Workers = None,
     strategy: StrategyText = None,
+    cluster: ClusterText = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -138,15 +140,18 @@ def resume(
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     from verbund.stage import launch
 
-    return _trained(launch.resume(run, _changes(settings, workers, strategy, None), quiet=quiet))
+    return _trained(launch.resume(run, _changes(settings, workers, strategy, cluster), quiet=quiet))
 
 
-@app.command(epilog="Example: `verbund validate runs/latest --workers 2`")
+@app.command(
+    epilog="Examples: `verbund validate runs/latest --workers 2` · `verbund validate runs/latest --cluster local`"
+)
 def validate(
     run: RunDirectory,
     data: Annotated[str | None, typer.Option("--data", metavar="SOURCE", help="Another source of samples.")] = None,
     workers: Workers = None,
     strategy: StrategyText = None,
+    cluster: ClusterText = None,
     step: Step = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -155,7 +160,7 @@ def validate(
     """The metrics of a run's checkpoint: the same, bit for bit, for any number of workers."""
     from verbund.stage import launch
 
-    found = launch.validate(run, data=data, **_evaluated_by(workers, strategy), step=step, quiet=quiet)
+    found = launch.validate(run, data=data, **_evaluated_by(workers, strategy, cluster), step=step, quiet=quiet)
     metrics = [f"validation {name}: {value}" for name, value in found["metrics"].items()]
     return Answer(
         {"status": "done", "run": str(run.resolve()), **found},
@@ -173,6 +178,7 @@ def predict(
     ] = None,
     workers: Workers = None,
     strategy: StrategyText = None,
+    cluster: ClusterText = None,
     step: Step = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -181,7 +187,7 @@ def predict(
     """Write the model's prediction for every sample, in order, as Parquet."""
     from verbund.stage import launch
 
-    path = str(launch.predict(run, data, out, **_evaluated_by(workers, strategy), step=step, quiet=quiet))
+    path = str(launch.predict(run, data, out, **_evaluated_by(workers, strategy, cluster), step=step, quiet=quiet))
     return Answer({"status": "done", "run": str(run.resolve()), "predictions": path}, [path])
 
 
@@ -209,6 +215,7 @@ def doctor(
     settings: Settings = None,
     workers: Workers = None,
     strategy: StrategyText = None,
+    cluster: ClusterText = None,
     network: Annotated[
         bool, typer.Option("--network", help="Also measure the links between the job's hosts: latency and rate.")
     ] = False,
@@ -219,7 +226,7 @@ def doctor(
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, _changes(settings, workers, strategy, None)) if job else None
+    whole = Job.read(job, _changes(settings, workers, strategy, cluster)) if job else None
     findings = checks.examine(whole, network=network)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
@@ -276,6 +283,7 @@ def verify(
     job: JobFile,
     settings: Settings = None,
     strategy: StrategyText = None,
+    cluster: ClusterText = None,
     against: Annotated[
         str | None,
         typer.Option("--against", metavar="TEXT", help="Another strategy; default: a single process."),
@@ -289,7 +297,7 @@ def verify(
     from verbund.stage.verify import lines
     from verbund.stage.verify import verify as compare
 
-    whole = Job.read(job, _changes(settings, None, strategy, None))
+    whole = Job.read(job, _changes(settings, None, strategy, cluster))
     found = compare(whole, against=against, steps=steps, quiet=quiet)
     verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
     status = "done" if found["passed"] else "failed"
@@ -307,14 +315,18 @@ def _changes(
             raise InputError("--workers and --strategy both say how many", where="arguments", fix="Give one of them")
         changes["strategy.mesh"] = {"data": workers}
     if cluster is not None:
-        changes["cluster.kind"] = cluster
+        changes |= parse_cluster(cluster)
     return changes
 
 
-def _evaluated_by(workers: int | None, strategy: str | None) -> dict[str, Any]:
+def _evaluated_by(workers: int | None, strategy: str | None, cluster: str | None) -> dict[str, Any]:
     if workers is not None and strategy is not None:
         raise InputError("--workers and --strategy both say how many", where="arguments", fix="Give one of them")
-    return {"workers": workers, "strategy": parse_strategy(strategy) if strategy is not None else None}
+    return {
+        "workers": workers,
+        "strategy": parse_strategy(strategy) if strategy is not None else None,
+        "cluster": parse_cluster(cluster) if cluster is not None else None,
+    }
 
 
 def _trained(run: Run) -> Answer:

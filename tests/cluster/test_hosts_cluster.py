@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from conftest import MakeJob
+from verbund.cluster import forked, hosts
 from verbund.cluster.host import check, versions
 from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.keys import Keys
 from verbund.cluster.process import ProcessSpec
+from verbund.cluster.server import Host
 from verbund.cluster.supervisor import Supervisor
 from verbund.comm.rendezvous import Listener, Meeting, dial
 from verbund.comm.wire import Secret, WireError
-from verbund.errors import InputError
+from verbund.errors import ClusterLost, InputError
 from verbund.job import Job
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]
@@ -65,6 +67,31 @@ def test_an_unknown_name(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**CHANGES, "cluster.hosts": ["no-such-host.invalid"]})
     with pytest.raises(InputError, match=r"the host `no-such-host\.invalid` is not known"):
         HostsCluster(job, tmp_path, [], [], {})
+
+
+UNUSABLE = [
+    ("echo hello >&2; echo no route to {host} >&2; exit 255", "ended with status 255: no route to far"),
+    ("echo unknown option -- z >&2; echo 'usage: ssh [-46]' >&2; exit 255", ": unknown option -- z"),
+    ("exit 3", "ended with status 3. Try"),
+    ("echo waiting >&2; sleep 60", "started nothing there within 1 s: waiting"),
+]
+
+
+@pytest.mark.parametrize(("script", "message"), UNUSABLE)
+def test_a_host_that_is_not_reached(
+    script: str, message: str, make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named with the command that was tried, what it said last, and what to do."""
+    monkeypatch.setattr(forked, "WARM_SECONDS", 0.6)
+    job = make_job(changes=CHANGES)
+    monkeypatch.setattr(hosts, "_host", lambda name, _: Host("far", name, ("sh", "-c", script.format(host="far"))))
+    with cluster_of(job, tmp_path) as cluster, pytest.raises(ClusterLost) as caught:
+        cluster.fileno()
+    text = str(caught.value)
+    assert "host far cannot be used: `sh -c " in text
+    assert message in text
+    assert "-c 'import verbund'`, which must end without a question" in text
+    assert "leave the host out of `cluster.hosts`" in text
 
 
 def test_versions_are_compared() -> None:

@@ -417,6 +417,16 @@ def test_resumed_with_other_settings_of_the_exchange(
     assert told == ("outer_momentum" in changed or ("fragments" in changed and first["fragments"] > 1))
 
 
+def test_an_axis_of_one_worker_is_none(run_job: Callable[..., Run]) -> None:
+    """Named with one worker or not named at all, an axis divides nothing: the run goes on bit for bit."""
+    settings = {"name": "diloco", "every": 6, "fragments": 2, "delay": 3}
+    changes = {"strategy.islands": 2, "strategy.exchange": settings, "train.steps": 12}
+    whole = run_job(NORMALISED, changes | {"checkpoint.every": 8, "checkpoint.keep": 9})
+    again = launch.resume(_cut(whole, 8).path, {"strategy.mesh": {"tensor": 1, "data": 1}})
+    assert not any("dropped" in note for note in again.summary["notes"])
+    close(again, whole, 0.0)
+
+
 def test_what_the_report_counts_of_islands(run_job: Callable[..., Run]) -> None:
     """What they exchange through memory, and what they hold for exchanges."""
     changes = {"strategy.islands": 2, "train.steps": 4, "strategy.exchange": {"name": "diloco", "every": 2}}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from verbund.mesh.initial import NotRecordable, record
-from verbund.mesh.replica import seed_everything
+from verbund.mesh.initial.seeds import seed_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

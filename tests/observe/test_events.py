@@ -143,6 +143,26 @@ def test_a_full_disk_costs_lines_and_says_so(tmp_path: Path, monkeypatch: pytest
     assert found.ended
 
 
+def test_steps_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path, "worker", 0, 1)
+    real = os.write
+
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for step in range(3):
+        journal.step(step, 1.0, 2.0, 2, 0.1)
+        journal.add("compute", step, 1, 2)
+        journal.flush()
+    monkeypatch.setattr(os, "write", real)
+    journal.step(3, 1.0, 2.0, 2, 0.1)
+    journal.close()
+    (found,) = read(tmp_path)
+    assert found.steps[:, 0].tolist() == [0, 1, 2, 3]
+    assert [e["lines"] for e in found.events if e["name"] == "dropped"] == [3]  # the spans
+
+
 def test_who_appends_to_a_torn_file_begins_a_line(tmp_path: Path) -> None:
     first = Journal(tmp_path, "worker", 0, 1)
     first.close()

@@ -60,7 +60,11 @@ def test_what_a_run_used(tmp_path: Path) -> None:
     (sentence,) = (line for line in summary["held_back"] if "the link from" in line)
     assert sentence.startswith("80 % of the workers' time went into waiting for the link from 10.0.0.1 to 10.0.0.2")
     assert "(7.6 of 8 Mbit/s)" in sentence
-    page = shown(summary)
+    page = shown(summary, {})
+    assert "All that travels between hosts is encrypted" in page
+    assert "`wire`" not in page
+    trusted = shown(summary, {"cluster": {"trusted_network": "10.0.0.0/24"}})
+    assert "without encryption, within the trusted network 10.0.0.0/24" in trusted
     assert "10.0.0.1 → 10.0.0.2" in page
     assert "95.0 %" in page
 
@@ -82,14 +86,14 @@ def test_a_damaged_measurement_is_passed_over(links: Any, tmp_path: Path) -> Non
     write(tmp_path, moved=1000, links=links)
     summary = summarise(tmp_path, status="done")
     assert not (summary["network"] or {"links": []})["links"]
-    assert isinstance(shown(summary), str)
+    assert isinstance(shown(summary, {}), str)
 
 
 def test_one_host_has_no_network(tmp_path: Path) -> None:
     Journal(tmp_path / "journal", "worker", 0, 1).close()
     summary = summarise(tmp_path, status="done")
     assert summary["network"] is None
-    assert shown(summary) == ""
+    assert shown(summary, {}) == ""
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: (min(p), max(p))), max_size=6)

@@ -66,6 +66,24 @@ def test_a_generation_that_did_nothing_takes_nothing_away(tmp_path: Path) -> Non
     assert summarise(tmp_path, status="failed")["steps"] == 10
 
 
+@pytest.mark.parametrize("lost", [(0, 4), (6, 10), (3, 5)])
+def test_steps_that_were_not_recorded_are_told(lost: tuple[int, int], tmp_path: Path) -> None:
+    """The workers have counted them; the journal on a full disk has not."""
+    write_run(tmp_path, steps=10)
+    (path,) = (tmp_path / "journal").glob("worker-0-*")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["t"] == "steps":
+            line["rows"] = [row for row in line["rows"] if not lost[0] <= row[0] < lost[1]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(tmp_path, status="done", trained={"steps": 10, "samples": 80})
+    assert (summary["steps"], summary["samples"]) == (10, 80)
+    said = f"{lost[1] - lost[0]} of 10 steps were not recorded"
+    assert any(said in line and "samples are as the workers counted" in line for line in summary["not_measured"])
+    summary = summarise(tmp_path, status="failed")  # nobody has counted them
+    assert any("not recorded" in line for line in summary["not_measured"]) == (lost[1] < 10)
+
+
 def test_a_run_without_a_journal(tmp_path: Path) -> None:
     summary = summarise(tmp_path, status="failed", cause={"what": "x"}, world=2)
     assert (summary["steps"], summary["samples"], summary["loss"]["first"]) == (0, 0, None)

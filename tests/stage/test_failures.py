@@ -90,6 +90,27 @@ def test_a_stopped_worker_is_named(run_job: RunJob, tmp_path: Path) -> None:
     assert gone([int(p.name[4:]) for p in tmp_path.glob("pid-*")], 5)
 
 
+def test_what_a_stopped_worker_did_is_told_by_itself(run_job: RunJob) -> None:
+    """Not by its last sign of life, which may be from before its first step."""
+    task = (
+        MLP
+        + """
+import os, signal, torch
+steps = 0
+
+def inputs(batch):
+    global steps
+    steps += torch.is_grad_enabled()
+    if steps == 4 and len(batch["x"]) == 20:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return batch["x"]
+"""
+    )
+    changes = {"train.global_batch": 20, "cluster.heartbeat": 9.0, "cluster.lost_after": 2.5}
+    with pytest.raises(ClusterLost, match=r"no sign of life for \d s; it was computing \(step 3\)"):
+        run_job(task, {"train.steps": 100, **changes})
+
+
 def test_a_worker_that_does_not_go_on_is_named(run_job: RunJob, tmp_path: Path) -> None:
     task = (
         MLP

@@ -84,6 +84,37 @@ def inputs(batch):
     assert checkpoint.newest_valid(run.checkpoints)[0].name == "step-00000006"
 
 
+def test_no_step_is_missing_in_the_summary(small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob) -> None:
+    """The journal cannot be written while the first steps are done, and can be again later."""
+    full = small_disk / "full"
+    task = (
+        WIDE.replace("4000", "1000")
+        + f"""
+import pathlib, torch
+FULL = pathlib.Path({str(full)!r})
+SEEN = set()
+
+def inputs(batch):
+    if torch.is_grad_enabled() and pathlib.Path({str(small_disk / "run")!r}).exists():
+        SEEN.add(len(SEEN))
+    if len(SEEN) == 1 and not FULL.exists():
+        with open(FULL, "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                pass
+    if len(SEEN) == 100:
+        FULL.unlink(missing_ok=True)
+    return batch["x"]
+"""
+    )
+    changes = {"train.steps": 120, "train.global_batch": 20, "checkpoint.every": 10}
+    run = launch.train(make_job(task, changes), small_disk / "run")
+    assert run.summary["samples"] == 120 * 20 - 10 * 17
+    assert [step for step, _ in run.summary["loss"]["curve"]] == list(range(120))
+
+
 @pytest.mark.parametrize("form", ["safetensors", "state-dict"])
 def test_an_export_that_does_not_fit(
     form: str, small_disk: Path, shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path

@@ -56,7 +56,8 @@ class ForkedCluster:
         deadline = time.monotonic() + timeout
         # All say where they must run, or none does.
         places = [spec.host for spec in specs if spec.host is not None] or self.placed(len(specs))
-        specs = [self._on_host(spec, places, number) for number, spec in enumerate(specs)]
+        roles = [spec.role for spec in specs]
+        specs = [self._on_host(spec, places, roles, number) for number, spec in enumerate(specs)]
         pids = self._forked(specs, places, deadline)
         processes: dict[tuple[str, int], Process] = {}
         waiting = {(spec.role, spec.rank): spec for spec in specs}
@@ -144,14 +145,13 @@ class ForkedCluster:
         except WireError:
             return None
 
-    def _on_host(self, spec: ProcessSpec, places: list[int], number: int) -> ProcessSpec:
+    def _on_host(self, spec: ProcessSpec, places: list[int], roles: list[str], number: int) -> ProcessSpec:
         host = self._servers[places[number]].host
-        return replace(
-            spec,
-            place=places[:number].count(places[number]),
-            neighbours=places.count(places[number]),
-            address=host.address if host else None,
-        )
+        spec = replace(spec, address=host.address if host else None)
+        if spec.neighbours:
+            return spec
+        alike = list(zip(places, roles, strict=True))
+        return replace(spec, place=alike[:number].count(alike[number]), neighbours=alike.count(alike[number]))
 
     def _forked(
         self, specs: list[ProcessSpec], places: list[int], deadline: float

@@ -44,7 +44,7 @@ def serve(asked: dict[str, Any]) -> None:
         connection = dial(meeting, "warm", asked["number"])
     except (OSError, WireError) as error:
         meeting.remove()  # the supervisor was killed before this process could start
-        sys.exit(f"the supervisor cannot be reached: {error}" if meeting.folder is None else 1)
+        sys.exit(f"the command cannot be reached from this host: {error}" if meeting.folder is None else 1)
     children: dict[int, LastWords] = {}
     try:
         if "address" in asked:

@@ -72,8 +72,8 @@ def is_own(address: str) -> bool:
     return True
 
 
-def source_of(target: str) -> str:
-    """This machine's address on the way to another.
+def source_of(name: str, target: str) -> str:
+    """This machine's address on the way to the host `name`, whose address is `target`.
 
     Raises:
         InputError: if there is no way.
@@ -83,7 +83,9 @@ def source_of(target: str) -> str:
         try:
             sock.connect((target, 9))  # nothing is sent
         except OSError as error:
-            raise InputError(f"cannot be reached: {error.strerror}", where=f"host {target}") from None
+            fix = f"`ip route get {target}` shows whether there is a way; or leave it out of `cluster.hosts`"
+            what = f"cannot be reached at {target}: {error.strerror}"
+            raise InputError(what, where=f"host {name}", fix=fix) from None
         return str(sock.getsockname()[0])
 
 

@@ -39,7 +39,7 @@ class HostsCluster(ForkedCluster):
         self._shared = [*shared, scratch]
         self.hosts = [_host(name, job.cluster) for name in job.cluster.hosts]
         away = next((host for host in self.hosts if host.command), self.hosts[0])
-        self.address = hosts_.source_of(away.address)
+        self.address = hosts_.source_of(away.name, away.address)
         super().__init__(Meeting.at(self.address, _break_after(job.cluster.lost_after)), scratch)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
@@ -114,13 +114,16 @@ def _host(name: str, settings: Cluster) -> Host:
     try:
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise InputError(f"the host `{name}` is not known: {error}", where="cluster.hosts") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        fix = "Give its address, or a name that this machine can resolve"
+        raise InputError(f"the host `{name}` is not known: {why}", where="cluster.hosts", fix=fix) from None
     if settings.trusted_network is not None:
         network = ipaddress.ip_network(settings.trusted_network)
         if ipaddress.ip_address(address) not in network:
             raise InputError(
                 f"the host `{name}` has the address {address}, which does not lie in `trusted_network` {network}",
                 where="cluster.hosts",
+                fix="Give its address in that network, or the network in which it lies if that is yours alone",
             )
     command = () if hosts_.is_own(address) else tuple(w.format(host=name) for w in shlex.split(settings.command))
     return Host(name, address, command)

@@ -25,7 +25,9 @@ class ProcessSpec:
         settings: plain JSON values for the entry.
         host: the number of the host where it must run; None: where the cluster places it.
         place: its number among those of its role on its host, set by the cluster.
-        neighbours: how many of them are there, itself among them.
+        neighbours: how many of them are there, itself among them; set by the cluster where it is 0.
+        life: how many processes had this role and rank before it in this generation.
+        serves: whether it works for others: it ends when all who do not have ended, being told to `finish`.
         address: its host's own address, where processes of several hosts meet; None: all are on this machine.
     """
 
@@ -37,8 +39,10 @@ class ProcessSpec:
     settings: dict[str, Any] = field(default_factory=dict)
     host: int | None = None
     place: int = 0
-    neighbours: int = 1
+    neighbours: int = 0
     address: str | None = None
+    life: int = 0
+    serves: bool = False
 
     def record(self) -> dict[str, Any]:
         return asdict(self)

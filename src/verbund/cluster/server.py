@@ -73,6 +73,7 @@ class WarmServer:
         self._errors: list[str] = []
         words = [*(host.command if host else ()), sys.executable, "-P", "-m", "verbund.cluster.warm"]
         self._command = shlex.join(host.command) if host else ""
+        self._meets = meeting.address.removeprefix("tcp:").rpartition(":")[0]
         asked = {"meeting": meeting.record(), "number": number, "environment": dict(environment), **settings}
         if host is not None:
             asked["address"] = host.address
@@ -94,6 +95,7 @@ class WarmServer:
             self.lost = ClusterLost(
                 f"host {host.name if host else 'here'} cannot be used: `{words[0]}` cannot be run: {error.strerror}",
                 where="cluster.command",
+                fix="Install it on this machine, or give another command, e.g. `ssh -o BatchMode=yes {host}`",
             )
             raise self.lost from None
         finally:
@@ -124,18 +126,30 @@ class WarmServer:
                 fix="`verbund doctor` checks the installation",
             )
         self._relay.join(_EXIT_SECONDS)
-        # Of a traceback the last line is what is wrong, else the first.
-        lines = self._errors[-1:] if self._errors[:1] == ["Traceback (most recent call last):"] else self._errors
-        said = f": {shortened(lines[0], 500)}" if lines else ""
-        raise ClusterLost(
-            f"host {self.host.name} cannot be used: `{self._command}` {Exit(0, status)}{said}",
-            where="cluster.command",
-            fix=f"`{self._command} {shlex.quote(sys.executable)} -c 'import verbund'` must do without a question",
-        )
+        raise self._unusable(f"`{self._command}` {Exit(0, status)}{self._said()}")
 
     def late(self, seconds: float) -> ClusterLost:
         """That it has not started within so many seconds."""
-        return ClusterLost(f"{self.name} did not start within {seconds:.0f} s{self._state()}")
+        if self.host is None or not self._command:
+            return ClusterLost(f"{self.name} did not start within {seconds:.0f} s{self._state()}")
+        return self._unusable(f"`{self._command}` started nothing there within {seconds:.0f} s{self._said()}")
+
+    def _unusable(self, what: str) -> ClusterLost:
+        """That the command does not bring up the server on its host."""
+        assert self.host is not None
+        alone = f"`{self._command} {shlex.quote(sys.executable)} -c 'import verbund'`"
+        return ClusterLost(
+            f"host {self.host.name} cannot be used: {what}",
+            where="cluster.command",
+            fix=f"Try {alone}, which must end without a question, and see that the host can reach this machine "
+            f"({self._meets}); or leave the host out of `cluster.hosts`",
+        )
+
+    def _said(self) -> str:
+        """The last line of what the command said, without an explanation of its options: the rest of a sentence."""
+        lines = [line for line in self._errors if line.strip()]
+        usage = next((at for at, line in enumerate(lines) if at and line.lower().startswith("usage:")), None)
+        return f": {shortened(lines[:usage][-1].strip(), 500)}" if lines else ""
 
     # -- its work ------------------------------------------------------------------------------------------------
 
@@ -280,7 +294,11 @@ class WarmServer:
             else:
                 names = [process.spec.name for process in self.living.values()]
                 lost = f" with {', '.join(names)}" if names else ""
-                self.lost = ClusterLost(f"host {self.host.name} is lost{lost}: {self.name} {how}")
+                told = "" if self._groups or isinstance(how, str) else self._said()
+                fix = "Look whether it is up and reaches this machine"
+                if self._command:
+                    fix += f"; `{self._command} true` must work"
+                self.lost = ClusterLost(f"host {self.host.name} is lost{lost}: {self.name} {how}{told}", fix=fix)
         return self.lost
 
     def _state(self) -> str:
@@ -294,9 +312,9 @@ class WarmServer:
     def _pass_on(self, stream: IO[bytes]) -> None:
         for line in stream:
             text = line.decode(errors="replace").rstrip()
-            if self.connection is None and len(self._errors) < 100:
-                self._errors.append(text)
-            else:
+            self._errors.append(text)
+            del self._errors[:-100]
+            if self.connection is not None:
                 os.write(2, line)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verbund.cluster.keys import Keys
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
+from verbund.cluster.replacements import Replacements
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
@@ -55,6 +56,14 @@ class _Watched:
     over: float | None = None
     """Since when only the news of its exit is missing."""
     killed: bool = False
+    silence: tuple[ClusterLost, str] | None = None
+    """That it gives no signs of life, and the words in it for what it did at its last one."""
+    replaced: bool = False
+    """Another process takes its place: how it ends does not matter any more."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.process.spec.role, self.process.spec.rank
 
 
 class Failed(Exception):
@@ -77,9 +86,17 @@ class Supervisor:
         limits: the job's deadlines.
         handle: gets every message that is not about life and death (progress, checkpoints, …).
         interrupts: the first lets all processes finish their step, save and end; the second ends them at once.
+        replacements: of processes that are lost; None: none is replaced, the others end too.
     """
 
-    def __init__(self, cluster: Cluster, limits: Limits, handle: Handle, interrupts: Interrupts | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        limits: Limits,
+        handle: Handle,
+        interrupts: Interrupts | None = None,
+        replacements: Replacements | None = None,
+    ) -> None:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
@@ -89,6 +106,10 @@ class Supervisor:
         self._interrupts = interrupts or Interrupts()
         self._stop_sent = False
         self._lost = False
+        self._replacements = replacements
+        self._starting: list[list[ProcessSpec]] = []
+        """Processes to start as soon as those that they replace have ended."""
+        self._finishing = False
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -102,9 +123,9 @@ class Supervisor:
             "heartbeat": self._limits.heartbeat,
             "orphan_grace": self._limits.orphan_grace,
         }
-        specs = [ProcessSpec(**{**s.record(), "settings": {**s.settings, **settings}}) for s in specs]
+        self._settings = settings
         try:
-            processes = self._cluster.start(specs, 60.0)
+            processes = self._start(specs)
         except ClusterLost as error:
             raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
         now = time.monotonic()
@@ -116,12 +137,18 @@ class Supervisor:
             self._loop(selector)
         if self._failures:
             raise Failed(self._ordered())
-        return [w.result or {} for p in processes for w in (self._watched[p.key],)]
+        results = {w.name: w.result or {} for w in self._watched.values() if not w.replaced}
+        return [results[spec.role, spec.rank] for spec in specs]
+
+    def _start(self, specs: list[ProcessSpec]) -> list[Process]:
+        """Starts processes with what all of them are told besides."""
+        told = [replace(spec, settings={**spec.settings, **self._settings}) for spec in specs]
+        return self._cluster.start(told, 60.0)
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
         ending: float | None = None
         turned = time.monotonic()
-        while waiting := [w for w in self._watched.values() if w.exit is None]:
+        while (waiting := [w for w in self._watched.values() if w.exit is None]) or self._starting:
             for key, _ in selector.select(_TICK):
                 # All that has come: what TLS has decrypted already makes no descriptor readable.
                 while key.data is not None and key.data.connected and key.data.process.connection.ready():
@@ -135,6 +162,8 @@ class Supervisor:
             if self._interrupts.count and not self._stop_sent:
                 self._stop_sent = True
                 self.tell_all("stop")
+            self._start_replacements(selector)
+            self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
@@ -146,7 +175,8 @@ class Supervisor:
                     ending = time.monotonic() + _END_SECONDS
             if ending is not None and time.monotonic() > ending:
                 for watched in waiting:
-                    self._kill(watched)
+                    if watched.exit is None:
+                        self._kill(watched)
             self._overdue([w for w in waiting if w.exit is None], selector)
 
     def _receive(self, watched: _Watched, selector: selectors.BaseSelector) -> None:
@@ -170,7 +200,8 @@ class Supervisor:
             watched.failed = True
             watched.over = watched.heard
             fields = message.fields
-            self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
+            if not watched.replaced:  # else it is a consequence
+                self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
         else:
             try:
                 if message.kind == "store":
@@ -189,11 +220,71 @@ class Supervisor:
             while watched.connected and watched.process.connection.ready():
                 self._receive(watched, selector)  # what it said last counts before that it ended
             watched.exit = ended
+            if watched.silence is not None and ended.lost is None:
+                error, last = watched.silence  # it may have gone on for a while after its last sign of life
+                error.what = error.what.replace(last, f"{ended.doing} (step {ended.step})")
             if watched.result is None and not watched.failed and not self._ended_by_us():
                 if ended.lost is not None:
                     self._fail(None, ended.lost, secondary=False)
                 else:
-                    self._fail(watched, self._death(watched, ended), secondary=False)
+                    self._lose(watched, self._death(watched, ended))
+
+    # -- replacements --------------------------------------------------------------------------------------------
+
+    def _lose(self, watched: _Watched, error: ClusterLost) -> None:
+        """A process is lost: its unit is replaced, or the run fails."""
+        if watched.replaced:
+            return
+        budget = self._replacements
+        fresh = budget.of(watched.process.spec, error.what) if budget is not None else None
+        if fresh is None:
+            if budget is not None and budget.spent:
+                error.what += f"; {budget.limit} processes had been replaced within {budget.window:g} s before"
+            self._fail(watched, error, secondary=False)
+            return
+        names = {(spec.role, spec.rank) for spec in fresh}
+        for other in self._watched.values():
+            if other.name in names:
+                other.replaced = True
+                if other.exit is None:
+                    self._kill(other)
+        gone = {f"{role} {rank}" for role, rank in names}
+        # What its peers said of its end is a consequence.
+        self._failures = [failure for failure in self._failures if not (failure.secondary and failure.process in gone)]
+        self._starting.append(fresh)
+
+    def _start_replacements(self, selector: selectors.BaseSelector) -> None:
+        if self._failures:
+            if any(not failure.secondary for failure in self._failures):
+                self._starting.clear()
+            return
+        for fresh in list(self._starting):
+            names = {(spec.role, spec.rank) for spec in fresh}
+            if any(w.exit is None for w in self._watched.values() if w.name in names):
+                continue
+            self._starting.remove(fresh)
+            try:
+                processes = self._start(fresh)
+            except ClusterLost as error:
+                self._fail(None, error, secondary=False)
+                return
+            for process in processes:
+                watched = self._watched[process.key] = _Watched(process, time.monotonic())
+                selector.register(process.connection, selectors.EVENT_READ, watched)
+                if self._stop_sent:
+                    self._tell(watched, "stop")
+
+    def _finish_servers(self) -> None:
+        """Those that work for others are done when all others are."""
+        if self._finishing or self._starting:
+            return
+        current = [w for w in self._watched.values() if not w.replaced]
+        if all(w.result is not None for w in current if not w.process.spec.serves):
+            self._finishing = True
+            for watched in current:
+                if watched.process.spec.serves:
+                    watched.since = time.monotonic()
+                    self._tell(watched, "finish")
 
     def _ended_by_us(self) -> bool:
         return any(not failure.secondary for failure in self._failures)
@@ -246,17 +337,18 @@ class Supervisor:
 
     def _deadlines(self) -> None:
         now = time.monotonic()
-        living = [w for w in self._watched.values() if w.exit is None and w.result is None]
+        living = [w for w in self._watched.values() if w.exit is None and w.result is None and not w.replaced]
         for watched in living:
             silent = now - watched.heard
             # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
             if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
-                what = f"{watched.process} has given no sign of life for {silent:.0f} s"
-                self._fail(
-                    watched, ClusterLost(f"{what}; it was {watched.doing} (step {watched.step})"), secondary=False
-                )
+                last = f"{watched.doing} (step {watched.step})"
+                error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
+                watched.silence = error, last
+                self._lose(watched, error)
                 return
-        late = [w for w in living if now - w.since > self._limits.step_deadline]
+        # Who serves waits for others, and is done only when they are.
+        late = [w for w in living if now - w.since > self._limits.step_deadline and not w.process.spec.serves]
         if late:
             # Those that wait in a collective are not the cause where somebody else has not come to it.
             culprits = (
@@ -287,7 +379,10 @@ class Supervisor:
         """Sends a message to all processes that live."""
         for watched in self._watched.values():
             if watched.exit is None:
-                try:
-                    watched.process.connection.send(kind, fields)
-                except WireError:
-                    continue  # its exit is on the way
+                self._tell(watched, kind, **fields)
+
+    def _tell(self, watched: _Watched, kind: str, **fields: Any) -> None:
+        try:
+            watched.process.connection.send(kind, fields)
+        except WireError:
+            return  # its exit is on the way

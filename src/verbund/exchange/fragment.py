@@ -93,7 +93,7 @@ class Fragment:
             self._sent[-1] = float(not self.sums.sent())
             sent = self._plain
         if self.sums is not None:
-            self.sums.plain(sent.nbytes)
+            self.sums.totals.plain(sent.nbytes)
         self._work = self._group.start_all_reduce(sent)
         self.under_way = self._arriving = True
 

@@ -282,7 +282,7 @@ class GradientSums:
         else:
             bucket.work = self._group.start_all_reduce(bucket.flat)
             if self._compressed is not None and not self.exact:
-                self._compressed.plain(bucket.flat.nbytes)
+                self._compressed.totals.plain(bucket.flat.nbytes)
         self._launched += 1
 
     def _send_rest(self) -> None:

@@ -17,8 +17,10 @@ from verbund.comm.compression.casts import Casts
 from verbund.errors import InputError, VerbundError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
+from verbund.mesh.forward import call
 from verbund.mesh.groups import Groups
 from verbund.mesh.held import Cut, Held, become
+from verbund.mesh.optimizer import ELEMENTWISE
 from verbund.mesh.pipeline import cut as cuts
 from verbund.mesh.pipeline.run import Pipeline
 from verbund.mesh.pipeline.stages import Stages
@@ -32,10 +34,6 @@ from verbund.mesh.traffic import Traffic
 from verbund.randomness import SampleRandomness
 from verbund.task import Task
 
-# Optimisers that treat every element for itself: a share of a parameter can be trained by them.
-ELEMENTWISE = frozenset(
-    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd")
-)
 Call = Callable[[nn.Module], Any]
 """Calls a model with the inputs of an example."""
 
@@ -222,8 +220,6 @@ def uneven(made: Divided) -> list[str]:
 
 def example_call(task: Task, columns: dict[str, Tensor]) -> Call:
     """Calls a model with the inputs of an example."""
-    from verbund.mesh.replica import call
-
     inputs = task.inputs(columns)
     return lambda model: call(model, inputs)
 

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from verbund import objectives
 from verbund.checkpoint.piece import Piece
-from verbund.cluster.worker import describe
-from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
-from verbund.errors import DataError, RunFailed, TaskError, VerbundError
+from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
-from verbund.mesh import activation_checkpointing, batch_statistics, equality, initial, optimizer, schedule
+from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
+from verbund.mesh.forward import ForwardPass, Tables, call
+from verbund.mesh.gradients import add_up, norm
 from verbund.mesh.groups import Groups
-from verbund.mesh.held import Held
-from verbund.mesh.pipeline import schedule as pipeline_schedule
-from verbund.mesh.pipeline.stages import Boundary
+from verbund.mesh.initial.of_task import first_values, recorded_task
+from verbund.mesh.initial.seeds import seed_everything
+from verbund.mesh.passes import Passes
 from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
-from verbund.mesh.users_line import users_line
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
-from verbund.tables import train_densely
+from verbund.tables import bare, train_densely
 from verbund.task import Task
 
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Doing = Callable[[str, int], None]
 
 
@@ -50,14 +44,6 @@ class Common(Protocol):
 
     def swapped(self) -> AbstractContextManager[None]:
         """Within the block the model has them."""
-        ...
-
-
-class Tables(Protocol):
-    """The model's embedding tables, where they lie elsewhere."""
-
-    def fetch(self, wanted: Mapping[str, Tensor]) -> None:
-        """Brings rows, by the module of their table, before the forward pass that uses them."""
         ...
 
 
@@ -74,6 +60,7 @@ class Replica:
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
         unbuilt: the task's model without values, where it is only to be looked at.
+        take_tables: takes the embedding tables out of the model, where they lie elsewhere.
     """
 
     def __init__(
@@ -87,6 +74,7 @@ class Replica:
         costs: list[float] | None = None,
         deferred: bool = False,
         unbuilt: nn.Module | None = None,
+        take_tables: Callable[[nn.Module], Tables] | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -98,14 +86,22 @@ class Replica:
         seed_everything(job.seed)
         if not job.train.compile:
             optimizer.without_dynamo()
-        recorded = _recorded(task, job.seed) if deferred and mesh.divides_model else None
+        recorded = recorded_task(task, job.seed) if deferred and mesh.divides_model else None
         model = unbuilt
         if model is None:
-            model = recorded.model if recorded is not None else task.build().to(self.device)
+            with bare() if take_tables is not None else nullcontext():
+                model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
+        tables = take_tables(model) if take_tables is not None else None
+        if tables is not None and tables.names and mesh.divides_model:
+            raise InputError(
+                f"the table `{tables.names[0]}` lies on servers, and the mesh divides the model",
+                where="strategy.mesh",
+                fix="Use the axis `data` alone, or an embedding that is neither sparse nor a `Table`",
+            )
         self.densely = train_densely(model)
         """Tables that were declared sparse, and are trained with dense gradients."""
-        if not any(p.requires_grad for p in model.parameters()):
+        if not any(p.requires_grad for p in model.parameters()) and not (tables is not None and tables.names):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.statistics = batch_statistics.has_batch_statistics(model)
         self._whole_batch = self.statistics and job.train.batch_norm == "global"
@@ -122,7 +118,9 @@ class Replica:
             call_example = example_call(task, example.columns)
             self.divided = divide(model, task, job, mesh, groups, keyed, call_example, costs)
             if recorded is not None:
-                recorded.fill(lambda name, values: self.divided.load(name, _first(task, name, values), self.device))
+                recorded.fill(
+                    lambda name, values: self.divided.load(name, first_values(task, name, values), self.device)
+                )
         else:
             self.divided = whole(model)
         divided = self.divided
@@ -135,27 +133,25 @@ class Replica:
         if not trained:  # all that this worker's stages hold is frozen
             self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
-        self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
+        elsewhere = tables.names if tables is not None else []
+        self.optimizer = optimizer.build(named, job.train.optimizer, [*divided.names, *elsewhere])
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
         self.common: Common | None = None
         """What has the islands' common weights, where islands train alone."""
-        self.tables: Tables | None = None
-        """What brings the rows that the task's `rows` names, where tables lie elsewhere."""
         self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
         self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
         """How an island's share of a global batch is divided."""
-        self._synchronised: batch_statistics.Synchronised | None = None
+        synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
-            self._synchronised = batch_statistics.synchronise(
+            synchronised = batch_statistics.synchronise(
                 model, lambda tensor: groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
             )
         self.buffers = batch_statistics.BufferDeltas(model)
-        self._running_statistics = batch_statistics.running_statistics(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
         self.compression: GradientCompression | None = None
         if job.strategy.compression.name != "none":
@@ -165,10 +161,15 @@ class Replica:
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
         self._local_logits = local is not None and divided.output_is_last
-        self._loss = local if local is not None and self._local_logits else task.loss
+        loss = local if local is not None and self._local_logits else task.loss
         for column in divided.columns:
             column.local = self._local_logits
-        self._call: Callable[..., Any] = torch.compile(model) if job.train.compile else model
+        called: Callable[..., Any] = torch.compile(model) if job.train.compile else model
+        self._forward = ForwardPass(called, task, loss, job.train, self.randomness, self.device, synchronised)
+        self.tables = tables
+        # Collectives of the passes themselves must not change places with those of the buckets.
+        before_last = self._sums.overlap if not self.joins_forward else lambda: None
+        self._passes = Passes(model, divided, self._forward, self.buffers, mesh, job.strategy, before_last)
 
     @property
     def speaks(self) -> bool:
@@ -180,6 +181,15 @@ class Replica:
         """Whether the forward pass has collectives with workers that have other samples, so that a worker without
         samples must still make one."""
         return self.groups.batch.world > 1 and (self._whole_batch or self.mesh.shard > 1)
+
+    @property
+    def tables(self) -> Tables | None:
+        """What brings the rows that the task's `rows` names, where tables lie elsewhere."""
+        return self._forward.tables
+
+    @tables.setter
+    def tables(self, tables: Tables | None) -> None:
+        self._forward.tables = tables
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""
@@ -233,8 +243,7 @@ class Replica:
         self.doing("computing", step)
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(size, 1)
         clock = time.monotonic_ns
-        passes = self._pipelined if self.pipeline is not None else self._in_turn
-        loss, weight, start = passes(batches, count, step, scale, journal)
+        loss, weight, start = self._passes.run(batches, count, step, scale, journal)
         self._collect_gradients(step)
         if not self.speaks:
             loss, weight = 0.0, 0.0
@@ -255,85 +264,6 @@ class Replica:
                 part.traffic.write(journal, step)
         return reduced
 
-    def _in_turn(
-        self, batches: Iterator[Batch], count: int, step: int, scale: float, journal: Journal
-    ) -> tuple[float | Tensor, float, int]:
-        """Each micro-batch forward and backward; the loss, the weight, and when the last one began."""
-        clock = time.monotonic_ns
-        loss: float | Tensor = 0.0
-        weight = 0.0
-        start = clock()
-        for index in range(count):
-            before = clock()
-            batch = next(batches)
-            start = clock()
-            journal.add("data", step, before, start)
-            sums = self._forward(batch, step)
-            total = sums.total.sum()
-            last = index == count - 1
-            if last and not self.joins_forward:
-                # Collectives of the backward pass itself must not change places with those of the buckets.
-                self._sums.overlap()
-            if self.shards is not None:
-                self.shards.before_backward(last)
-            # A scalar: for anything else torch imports its symbolic shapes first, which takes half a second.
-            (total * scale).backward()
-            if self.shards is not None:
-                self.shards.after_backward()
-            self.buffers.add(0 if batch.phantom else len(batch.ids))
-            loss = loss + total.detach()
-            weight += float(sums.weight.sum())
-            if not last:
-                journal.add("compute", step, start, clock())
-        return loss, weight, start
-
-    def _pipelined(
-        self, batches: Iterator[Batch], count: int, step: int, scale: float, journal: Journal
-    ) -> tuple[float | Tensor, float, int]:
-        """All micro-batches through the pipeline's stages of this worker."""
-        assert self.pipeline is not None
-        pipeline, shards = self.pipeline, self.shards
-        losses: list[Tensor] = []
-        weights: list[float] = []
-
-        def forward(stage: int, batch: Batch, received: list[Tensor] | None) -> Any:
-            def run(inputs: Any) -> Any:
-                return pipeline.stages.run(stage, lambda: call(self._call, inputs), received)
-
-            result = self._forward(batch, step, run)
-            # The backward passes of batch statistics are still to come; what they saved of the running ones they do
-            # not read.
-            with _unsafe_preserve_version_counter(self._running_statistics):
-                self.buffers.add(0 if batch.phantom else len(batch.ids))
-            if isinstance(result, Boundary):
-                return result
-            total = result.total.sum()
-            losses.append(total.detach())
-            weights.append(float(result.weight.sum()))
-            return total * scale
-
-        def before_backward(last: bool) -> None:
-            if shards is not None:
-                shards.before_backward(last)
-
-        def after_backward() -> None:
-            if shards is not None:
-                shards.after_backward()
-
-        lists = pipeline_schedule.actions(
-            self.strategy.schedule, self.mesh.pipeline, self.strategy.stages_per_worker, count
-        )
-        pipeline.train(
-            lists[self.mesh.place("pipeline")],
-            batches,
-            forward,
-            [held.parameter for held in self.divided.trained],
-            (before_backward, after_backward),
-            step,
-            journal,
-        )
-        return sum(losses) if losses else 0.0, sum(weights), time.monotonic_ns()
-
     def _collect_gradients(self, step: int) -> None:
         """Gradients of shares, of tied parameters, and of those of which each worker has only its part."""
         if self.shards is not None:
@@ -341,33 +271,15 @@ class Replica:
             self.shards.finish()
         if self.axis is not None:
             layers.forget(self.model)
-            self._add_up([held for held in self.divided.trained if held.partial], self.groups.tensor)
+            add_up([held for held in self.divided.trained if held.partial], self.groups.tensor)
         for group, tied in self.divided.tied:
-            self._add_up(tied, group)
-
-    def _add_up(self, held: list[Held], group: Group) -> None:
-        values = [h.values for h in held]
-        if not values:
-            return
-        flat = torch.cat([v.grad.reshape(-1) if v.grad is not None else v.new_zeros(v.numel()) for v in values])
-        used = flat.new_tensor([float(v.grad is not None) for v in values])
-        both = torch.cat([flat, used])
-        group.all_reduce(both, "the all-reduce of shared parameters' gradients")
-        at = 0
-        for value, count in zip(values, both[len(flat) :].tolist(), strict=True):
-            value.grad = both[at : at + value.numel()].view_as(value) if count else None
-            at += value.numel()
+            add_up(tied, group)
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """The global norm of the gradients, over all workers that hold some."""
         if not self.mesh.divides_model:
             return float(torch.nn.utils.get_total_norm(gradients))
-        mine = [h.values.grad for h in self.divided.trained if h.primary and h.values.grad is not None]
-        square = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for gradient in mine:
-            square += torch.linalg.vector_norm(gradient).double() ** 2
-        self.groups.replica.all_reduce(square, "the all-reduce of the norm")
-        return float(square.sqrt())
+        return norm(self.divided.trained, self.groups.replica)
 
     def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
@@ -375,19 +287,10 @@ class Replica:
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        size = sum(self.joint(sizes))
-        if size:
-            self.buffers.apply(sums.extra, size)
-        if sums.weight == 0:
+        factor = self.settle(sizes, sums)
+        if factor is None:
             return False
         gradients = self._sums.gradients()
-        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
-        if self.loss_scale is not None or self.train.clip_norm is not None:
-            norm = self._norm(gradients) * factor
-            if self.loss_scale is not None and not self.loss_scale.update(norm):
-                return False
-            if self.train.clip_norm is not None and norm > self.train.clip_norm:
-                factor *= self.train.clip_norm / norm
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
@@ -395,6 +298,27 @@ class Replica:
         if self.ema is not None:
             self.ema.update()
         return True
+
+    def settle(self, sizes: Sequence[int], sums: StepSums) -> float | None:
+        """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
+        divided by the weight, unscaled and clipped.
+
+        Returns:
+            The factor; None if the step is to be left out.
+        """
+        size = sum(self.joint(sizes))
+        if size:
+            self.buffers.apply(sums.extra, size)
+        if sums.weight == 0:
+            return None
+        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
+        if self.loss_scale is not None or self.train.clip_norm is not None:
+            length = self._norm(self._sums.gradients()) * factor
+            if self.loss_scale is not None and not self.loss_scale.update(length):
+                return None
+            if self.train.clip_norm is not None and length > self.train.clip_norm:
+                factor *= self.train.clip_norm / length
+        return factor
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
@@ -410,7 +334,7 @@ class Replica:
         self.model.train()
         self._sums.begin()
         self.buffers.begin(first=True)
-        (self._forward(batch, 0).total.sum() / size).backward()
+        (self._forward.loss(batch, 0).total.sum() / size).backward()
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise TaskError(
@@ -420,74 +344,13 @@ class Replica:
                 )
         self.optimizer.step()
 
-    def _forward(self, batch: Batch, step: int, run: Callable[[Any], Any] | None = None) -> Any:
-        """The loss of a micro-batch; or, where `run` computes a pipeline stage that is not the last, its `Boundary`."""
-        phantom = batch.phantom
-        if self._synchronised is not None:
-            self._synchronised.set_weights(torch.zeros(len(batch.ids), device=self.device) if phantom else None)
-        output = targets = None
-        try:
-            columns = self._placed(batch.columns)
-            self._fetch(columns)
-            inputs, targets = self.task.inputs(columns), self.task.targets(columns)
-            with self.randomness.active(step, torch.from_numpy(batch.ids)), self._autocast():
-                output = call(self._call, inputs) if run is None else run(inputs)
-                if isinstance(output, Boundary):
-                    return output
-                sums = self._loss(output, targets)
-        except VerbundError as error:
-            raise self._bad_target(output, targets, batch) or error from None
-        except Exception as error:
-            raise self._bad_target(output, targets, batch) or self._explained(error, batch, step) from error
-        if len(sums.total) != len(batch.ids):
-            raise TaskError(
-                f"the loss has {len(sums.total)} values for a batch of {len(batch.ids)} samples",
-                where=str(self.task.file),
-                fix="Return one value per sample: the batch must stay dimension 0 of output and targets",
-            )
-        return Sums(sums.total * 0.0, sums.weight * 0.0) if phantom else sums
-
-    def _bad_target(self, output: Any, targets: Any, batch: Batch) -> DataError | None:
-        """What is wrong with the data, if that is why the loss could not be computed."""
-        if self.train.objective is None or targets is None:
-            return None
-        found = objectives.check_targets(self.train.objective, targets, output, torch.from_numpy(batch.ids))
-        return DataError(found, where="data.target") if found else None
-
-    def _explained(self, error: Exception, batch: Batch, step: int) -> RunFailed:
-        """The user's exception, with the samples it happened on."""
-        described = describe(error)["error"]
-        ids = batch.ids
-        few = ", ".join(map(str, ids[:4].tolist())) + (f", … {ids[-1]}" if len(ids) > 4 else "")
-        return RunFailed(
-            f"{described['what']} (step {step}, samples {few})",
-            # Layers of torch's own have no line of the user's.
-            where=described["where"] if users_line(error.__traceback__) else f"{self.task.file}, model()",
-            fix=described["fix"],
-        )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.train.precision in ("fp32", "fp64"):
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=_TYPES[self.train.precision])
-
-    def _placed(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.device.type == "cpu":
-            return columns
-        return {name: value.to(self.device, non_blocking=True) for name, value in columns.items()}
-
-    def _fetch(self, columns: dict[str, Tensor]) -> None:
-        if self.tables is not None and self.task.rows is not None:
-            self.tables.fetch(self.task.rows(columns))
-
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
         """Output, targets and loss of one evaluation batch, on the worker that has the output, else None; `averaged`
         decides which weights are used."""
-        columns = self._placed(batch.columns)
-        with torch.inference_mode(), self._autocast():
-            self._fetch(columns)
+        with torch.inference_mode(), self._forward.autocast():
+            columns = self._forward.placed(batch.columns)
             output = self._output(self.task.inputs(columns), batch.ticket)
             if output is None or not self.speaks:
                 return None
@@ -496,10 +359,8 @@ class Replica:
 
     def predict(self, batch: Batch) -> Any:
         """The model's output for one batch that needs no targets, on the worker that has it, else None."""
-        columns = self._placed(batch.columns)
-        with torch.inference_mode(), self._autocast():
-            self._fetch(columns)
-            output = self._output(self.task.inputs(columns), batch.ticket)
+        with torch.inference_mode(), self._forward.autocast():
+            output = self._output(self.task.inputs(self._forward.placed(batch.columns)), batch.ticket)
         return output if self.speaks else None
 
     def _output(self, inputs: Any, number: int) -> Any:
@@ -563,50 +424,5 @@ class Replica:
 
 def _placeholder(model: nn.Module) -> nn.Parameter:
     """A parameter without elements, which is trained and saved nowhere."""
-    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
-
-
-def _recorded(task: Task, seed: int) -> initial.Recorded | None:
-    try:
-        return record(task, seed)
-    except initial.NotRecordable:
-        seed_everything(seed)
-        return None
-
-
-def record(task: Task, seed: int) -> initial.Recorded:
-    """The model without values.
-
-    Raises:
-        NotRecordable: if its constructor needs them, or its files have none for some parameter.
-    """
-    if task.saved is None:
-        return initial.record(task.build, seed)
-    recorded = initial.record(task.saved.bare, seed)
-    for name, _ in recorded.model.named_parameters():
-        if name not in task.saved.names:
-            raise initial.NotRecordable(f"`{name}` is not in the model's files under this name")
-    return recorded
-
-
-def _first(task: Task, name: str, values: Tensor) -> Tensor:
-    """The first values of a parameter or buffer: the saved ones, if there are any."""
-    if task.saved is None or name not in task.saved.names:
-        return values
-    return task.saved.read(name).to(values.dtype)
-
-
-def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """Calls the model with a tensor, a tuple or list of arguments, or a dict of named ones."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds torch, numpy and random, so that `model()` gives the same values in every process."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    first = next(model.parameters(), None)
+    return nn.Parameter(torch.zeros(0, dtype=first.dtype if first is not None else torch.float32))

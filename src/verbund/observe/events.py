@@ -17,6 +17,8 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
     exchange     how islands that train alone combined what they learnt: `observe.compression` reads it
     compression  what gradients travelled as, and what came of it: `observe.compression` reads it
+    served       of a worker that pushes to servers: staleness of its updates, and counts
+    server       what a parameter server counts
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal
@@ -53,6 +55,8 @@ _ACTION_CODES = {name: code for code, name in enumerate(ACTIONS)}
 _RARE = frozenset(_CODES) - THINNED
 _FLUSH_SECONDS = 1.0
 _THINNINGS = 8
+_STEPS_KEPT = 1_000_000
+"""How many steps at most wait to be written where there is no space."""
 
 
 def index_among(ranks: Sequence[int], world: int, number: int) -> int:
@@ -68,8 +72,13 @@ def index_among(ranks: Sequence[int], world: int, number: int) -> int:
     return ((len(ranks) << RANK_BITS | min(ranks)) << PART_BITS) | number
 
 
+def file_name(role: str, rank: int, generation: int, life: int = 0) -> str:
+    """The name of a process's journal; `life` counts those that took its place within the generation."""
+    return f"{role}-{rank}-{generation}{f'-{life}' if life else ''}.jsonl"
+
+
 class Journal:
-    """Appends what one process measures to `folder/ROLE-RANK-GENERATION.jsonl`. All methods may be called
+    """Appends what one process measures to a file of its own, see `file_name`. All methods may be called
     from any thread.
 
     Recording costs well under a microsecond; encoding and writing happen once a second. Up to half of
@@ -78,7 +87,8 @@ class Journal:
     `limit_mb` on; an event says so each time. So a run of 64 times the steps that fill the first half is still
     covered to its end. Steps, links, events and the rare kinds are always kept.
 
-    What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again.
+    What cannot be written (a full disk) is dropped, and counted in an event as soon as there is space again; steps
+    are written then.
     """
 
     def __init__(
@@ -91,9 +101,10 @@ class Journal:
         island: int = 0,
         limit_mb: float = 64.0,
         address: str | None = None,
+        life: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"{role}-{rank}-{generation}.jsonl"
+        self.path = folder / file_name(role, rank, generation, life)
         self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._file).st_size
         self._torn = self._size > 0  # whoever wrote here before may have died within a line
@@ -118,6 +129,7 @@ class Journal:
                 "rank": rank,
                 "island": island,
                 "generation": generation,
+                "life": life,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "address": address,
@@ -187,8 +199,10 @@ class Journal:
                 ("steps", self._steps),
             ):
                 if count := len(rows):
-                    self._write({"t": name, "rows": rows[:count]})
-                    del rows[:count]
+                    # Steps are few and small, and what a run is told by: they wait for space.
+                    wait = name == "steps" and count < _STEPS_KEPT
+                    if self._write({"t": name, "rows": rows[:count]}, wait) or not wait:
+                        del rows[:count]
             self._due = time.monotonic() + _FLUSH_SECONDS
 
     def close(self) -> None:
@@ -197,22 +211,25 @@ class Journal:
             if self._file is None:
                 return
             self.flush()
+            self._dropped += bool(self._steps)
             self._write({"t": "end", "at": time.monotonic_ns()})
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], wait: bool = False) -> bool:
+        """Whether the line was written. If not, it counts as lost unless it waits to be written again."""
         raw = json.dumps(line, separators=(",", ":"), default=_plain).encode() + b"\n"
         with self._lock:
             if not self._append(raw):
-                self._dropped += 1
-                return
+                self._dropped += not wait
+                return False
             if self._dropped:
                 lost, self._dropped = self._dropped, 0
                 self._event("dropped", lines=lost)
             # The first thinning comes at half of the limit, the last one at the limit.
             if self._size >= self._limit * (0.5 + 0.5 * self._thinnings / _THINNINGS):
                 self._thin()
+        return True
 
     def _thin(self) -> None:
         if self._stride == NEVER:

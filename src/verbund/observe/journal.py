@@ -25,6 +25,7 @@ HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression",
 """What `held` says the bytes of."""
 COMPRESSION = ("workers", "steps", "bytes_without", "bytes_with", "seconds", "left_out", "summed")
 """What `compression` and `exchange` count."""
+_COUNTS = 64
 _FILES_LIMIT = 100_000
 _DAMAGE_LIMIT = 1000
 _BIG = 1 << 62
@@ -48,6 +49,7 @@ class ProcessJournal:
         thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
+        life: how many processes had its role and rank before it in its generation, and were lost.
         address: of its host, in a run over several.
         links: peer to bytes sent and received; None if not measured.
         wire: the same with all headers, estimated.
@@ -56,6 +58,8 @@ class ProcessJournal:
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         compression: what gradients travelled as (`method`) and counts of what came of it; None if as they were.
         exchange: how islands that train alone combined what they learnt (`method`, `compression`), and the same counts.
+        served: of a worker that pushes to servers: `staleness` ([value, updates]) and counts.
+        server: of a parameter server: its counts.
         joules: energy and how it was measured; None if not measured.
         begin: when the process is first heard of.
         end: when it is last heard of.
@@ -70,6 +74,7 @@ class ProcessJournal:
     rank: int
     generation: int
     island: int = 0
+    life: int = 0
     host: str = ""
     address: str = ""
     pid: int = 0
@@ -87,6 +92,8 @@ class ProcessJournal:
     held: dict[str, int] | None = None
     compression: dict[str, Any] | None = None
     exchange: dict[str, Any] | None = None
+    served: dict[str, Any] | None = None
+    server: dict[str, float] | None = None
     joules: tuple[float, str] | None = None
     begin: int = 0
     end: int = 0
@@ -120,7 +127,7 @@ def read(folder: Path, *, file_limit: int = FILE_LIMIT, line_limit: int = LINE_L
         journal = _read_file(path, file_limit, line_limit)
         if journal is not None:
             journals.append(journal)
-    return sorted(journals, key=lambda j: (j.generation, j.role != "worker", j.role, j.island, j.rank))
+    return sorted(journals, key=lambda j: (j.generation, j.role != "worker", j.role, j.island, j.rank, j.life))
 
 
 class _Rows:
@@ -258,6 +265,7 @@ def _head(path: Path, line: dict[str, Any]) -> ProcessJournal | None:
         rank,
         generation,
         island=_count(line.get("island")) or 0,
+        life=_count(line.get("life")) or 0,
         host=str(line.get("host", ""))[:255],
         address=str(line.get("address") or "")[:255],
         pid=_count(line.get("pid")) or 0,
@@ -288,12 +296,35 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
         if all(isinstance(n, (int, float)) and 0 <= n < _BIG for n in counts.values()):
             named = {name: str(line[name])[:64] for name in ("method", "compression") if name in line}
             setattr(journal, kind, {"method": "", **named, **counts})
+    elif kind == "served":
+        journal.served = {**_counts(line), "staleness": _histogram(line.get("staleness"))}
+    elif kind == "server":
+        journal.server = _counts(line)
     elif kind == "energy":
         joules = line.get("joules")
         if isinstance(joules, (int, float)) and joules >= 0:
             journal.joules = (float(joules), str(line.get("how", ""))[:1000])
     elif kind == "end":
         journal.ended = True
+
+
+def _counts(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line that are not negative."""
+    found = {}
+    for key, value in list(line.items())[:_COUNTS]:
+        if key != "at" and type(value) in (int, float) and 0 <= value < _BIG:
+            found[str(key)[:64]] = value
+    return found
+
+
+def _histogram(raw: Any) -> list[tuple[int, int]]:
+    """Pairs of whole numbers, value and count; what is none is left out."""
+    pairs = (
+        [pair for pair in raw[:EVENT_LIMIT] if isinstance(pair, list) and len(pair) == 2]
+        if isinstance(raw, list)
+        else []
+    )
+    return [(v, n) for v, n in pairs if type(v) is int and type(n) is int and 0 <= v < _BIG and 0 <= n < _BIG]
 
 
 def _links(raw: Any) -> dict[str, tuple[int, int]] | None:

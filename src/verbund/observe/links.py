@@ -1,4 +1,4 @@
-"""The links between the hosts of a run: what each can do, what it moved, and how much of it was used. No torch."""
+"""The links between the hosts of a run: what each can do, and what was sent over it. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from verbund.observe.journal import Ints, ProcessJournal
 from verbund.observe.timeline import Life, Timeline, union
 
 HOW = (
-    "latency and bandwidth were measured before the run, one pair of hosts after the other, over TLS; `wire` adds the "
-    "headers of all segments, an estimate from the kernel's counters"
+    "latency and rate of each link were measured before the run, one pair of hosts after the other, over TLS; bytes "
+    "sent are counted by the kernel, and with headers estimated, which is what the network's interfaces count"
 )
 NEAR_LIMIT = 0.8
 """From which share of its time on a host's link counts as what holds up a run."""
@@ -23,10 +23,10 @@ def network(journals: Sequence[ProcessJournal], timeline: Timeline) -> dict[str,
     """What `summary.json` says of the network; None for a run on one host.
 
     `links` are the directed pairs of hosts: `latency` in seconds and `bandwidth` in bytes per second as measured;
-    `sent`, the bytes that the run moved; `rate`, those per second while its workers communicated. `hosts` have what
-    they `sent` and `received`, over the `wire` with all headers, the measurement included; `communicating`, the seconds
-    in which a worker there had a collective under way; and `used_out` and `used_in`, the share of them for which its
-    link was full.
+    `sent`, the bytes that workers sent over it; `rate`, those per second while its workers communicated. `hosts` have
+    what they `sent` and `received`, as `wire_sent` and `wire_received` with all headers, the measurement included;
+    `communicating`, the seconds in which a worker there had a collective under way; and `used_out` and `used_in`, the
+    share of them for which its link was full.
     """
     events = [event for journal in journals for event in journal.events if event["name"] == "network"]
     measured = _Measured.of(events)
@@ -38,15 +38,15 @@ def network(journals: Sequence[ProcessJournal], timeline: Timeline) -> dict[str,
     busy = {host: None if timeline.estimated else _busy(lives[host]) for host in measured.hosts}
     links: list[dict[str, Any]] = []
     for (source, target), (latency, bandwidth) in measured.links.items():
-        moved, seconds = sent[source, target], busy[source]
+        count, seconds = sent[source, target], busy[source]
         links.append(
             {
                 "from": source,
                 "to": target,
                 "latency": latency,
                 "bandwidth": bandwidth,
-                "sent": moved,
-                "rate": moved / seconds if seconds else None,
+                "sent": count,
+                "rate": count / seconds if seconds else None,
             }
         )
     hosts = _hosts(journals, events, measured.hosts)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from verbund.observe import servers
 from verbund.observe.compression import measure as measure_compression
 from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
@@ -38,6 +39,7 @@ def summarise(
     world: int | None = None,
     ended_by: str | None = None,
     whole_curves: bool = False,
+    trained: Mapping[str, Any] | None = None,
     journals: Sequence[ProcessJournal] | None = None,
     timeline: Timeline | None = None,
 ) -> dict[str, Any]:
@@ -52,14 +54,16 @@ def summarise(
         ended_by: which of the training's ends was reached.
         whole_curves: keep all points of the curves; otherwise at most `CURVE_POINTS`, the first and last
             among them.
+        trained: the `steps` and `samples` that the workers have counted, if they came to their end.
         journals, timeline: if they were read already.
 
-    `steps` is the number of optimiser steps done; in `loss.curve` a step's number is that of its ticket, from
-    0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are means over the workers
-    that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline` is as `pipeline.measure`
-    says, and None where there was none; so is `network` as `links.network` says. `memory_promise` says per worker which
-    bytes of the model's state it held, and their share of what one process alone would hold. `compression` and
-    `exchange` are as `observe.compression` says.
+    `steps` is the number of optimiser steps done, also of those that no journal has; in `loss.curve` a step's number
+    is that of its ticket, from 0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are
+    means over the workers that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline`
+    is as `pipeline.measure` says, and None where there was none; so is `network` as `links.network` says.
+    `memory_promise` says per worker which bytes of the model's state it held, and their share of what one process
+    alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers` as `observe.servers`
+    does.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -71,6 +75,8 @@ def summarise(
     between = network(journals, timeline)
     workers = [j for j in journals if j.role == "worker"]
     generations = sorted({j.generation for j in journals})
+    recorded = {"steps": int(steps[-1, 0]) + 1 if len(steps) else 0, "samples": int(steps[:, 3].sum())}
+    done = {key: max(count, int((trained or {}).get(key) or 0)) for key, count in recorded.items()}
     summary: dict[str, Any] = {
         "status": status,
         "run": str(run_dir.resolve()),
@@ -79,8 +85,7 @@ def summarise(
         "strategy": dict(strategy or {}),
         "world": world if world is not None else len({j.rank for j in workers if j.generation == generations[-1]}),
         "generations": len(generations),
-        "steps": int(steps[-1, 0]) + 1 if len(steps) else 0,
-        "samples": int(steps[:, 3].sum()),
+        **done,
         "loss": _loss(steps, whole_curves),
         "metrics": _metrics(journals, whole_curves),
         "seconds": _seconds(timeline),
@@ -91,6 +96,7 @@ def summarise(
         "pipeline": pipeline,
         "compression": measure_compression(journals),
         "exchange": measure_exchange(journals),
+        "servers": servers.measure(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
@@ -98,7 +104,7 @@ def summarise(
         "checkpoints": _checkpoints(journals),
         "failures": failures(journals),
         "notes": notes(journals),
-        "not_measured": _not_measured(journals, timeline, pipeline),
+        "not_measured": [*_not_recorded(done, recorded, len(steps)), *_not_measured(journals, timeline, pipeline)],
     }
     clean: dict[str, Any] = finite(summary)
     return clean
@@ -346,6 +352,19 @@ def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
         "last_step": saved[-1].get("step") if saved else None,
         "last_bytes": saved[-1].get("bytes") if saved else None,
     }
+
+
+def _not_recorded(done: Mapping[str, int], recorded: Mapping[str, int], rows: int) -> list[str]:
+    """Which of the steps done the journals lack."""
+    counted = (
+        "samples are as the workers counted them" if done["samples"] > recorded["samples"] else "and so do the samples"
+    )
+    if lost := done["steps"] - rows:
+        what = f"{lost} of {done['steps']} steps were not recorded (no space left?)"
+        return [f"{what}: the loss and its curve lack them; {counted}."]
+    if lost := done["samples"] - recorded["samples"]:
+        return [f"The loss of {lost} of {done['samples']} samples was not recorded (no space left?)."]
+    return []
 
 
 def _not_measured(

@@ -78,10 +78,11 @@ class Timeline:
         """Per kind and `total`: the mean over a generation's workers, added over the generations."""
         result = dict.fromkeys(("total", *KINDS), 0.0)
         for lives in _by_generation(self.lives).values():
+            workers = len({life.who for life in lives})  # one that was replaced has several lives
             for life in lives:
-                result["total"] += life.total / len(lives)
+                result["total"] += life.total / workers
                 for kind in KINDS:
-                    result[kind] += life.seconds[kind] / len(lives)
+                    result[kind] += life.seconds[kind] / workers
         return result
 
     @property

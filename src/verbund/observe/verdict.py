@@ -158,14 +158,14 @@ def _excess(timeline: Timeline, who: Who) -> str:
 
 
 def _link(link: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """That a link was near its limit, and what moves fewer bytes over it."""
+    """That a link was near its limit, and what sends fewer bytes over it."""
     rate, limit = (8e-6 * link[key] for key in ("rate", "bandwidth"))
     ways = []
     if _name(_get(settings, "strategy", "exchange", "all_reduce")) == "all_reduce":
         ways.append('`exchange = "diloco"` with an island on each host')
     if _name(_get(settings, "strategy", "compression", None)) == "none":
         ways.append('`compression = "power_sgd"`')
-    would = f"; {' or '.join(ways)} would move fewer bytes" if ways else ""
+    would = f"; {' or '.join(ways)} would send fewer bytes" if ways else ""
     return (
         f"waiting for the link from {link['from']} to {link['to']}, which was near its limit ({rate:.3g} of "
         f"{limit:.3g} Mbit/s){would}."

@@ -79,8 +79,7 @@ def _made(folder: Path) -> Path:
 def _heavy(job: Job) -> tuple[str, ...]:
     """What takes seconds to import and this job needs: it is imported once, in the warm server."""
     heavy = ["torch._dynamo"] if job.train.compile else []
-    mesh = job.strategy.mesh
-    if mesh.get("tensor", 1) * mesh.get("pipeline", 1) > 1:
+    if {"tensor", "pipeline"} & set(job.strategy.axes):
         heavy.append("verbund.stage.preload_divided")
     if task.needs_transformers(job):
         heavy.append("transformers.modeling_utils")

@@ -13,9 +13,10 @@ from verbund.data.loader import Batch
 from verbund.job import AXES, Job
 from verbund.mesh import divide, initial, optimizer
 from verbund.mesh.axes import Mesh
+from verbund.mesh.initial.of_task import record_task
 from verbund.mesh.pipeline import cut
 from verbund.mesh.pipeline.cut import Layers
-from verbund.mesh.replica import Replica, record
+from verbund.mesh.replica import Replica
 from verbund.mesh.shard import blocks
 from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
@@ -115,7 +116,7 @@ def unbuilt(task: Task, seed: int, notes: list[str]) -> nn.Module | None:
     """The model without its parameters' values, if it can be built so: then each worker can fill its own part, and none
     ever holds it whole."""
     try:
-        recorded = record(task, seed)
+        recorded = record_task(task, seed)
         buffers = {name for name, _ in recorded.model.named_buffers()}
         recorded.fill(lambda name, values: values if name in buffers else None)
     except initial.NotRecordable as error:

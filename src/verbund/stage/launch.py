@@ -94,6 +94,7 @@ def validate(
     data: str | None = None,
     workers: int | None = None,
     strategy: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
     step: int | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
@@ -104,6 +105,7 @@ def validate(
         data: another source than the job's validation data.
         workers: so many workers, each with the whole model.
         strategy: dotted keys of another strategy than the run's, as `parse_strategy` gives them.
+        cluster: dotted keys of another cluster than the run's, as `parse_cluster` gives them.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
 
@@ -111,7 +113,7 @@ def validate(
         `step`, `samples`, `metrics`, `seconds`, `world`.
     """
     run = Run.open(Path(directory))
-    job = _evaluation_job(run.job, workers, strategy)
+    job = _evaluation_job(run.job, workers, strategy, cluster)
     source = chosen(run, step)
     known = schema.kept(run.path)
     evaluated = Evaluated(job.data.validation, "data.validation") if job.data.validation else None
@@ -119,15 +121,15 @@ def validate(
         evaluated = Evaluated(_typed(data), "--data")
     if evaluated is None and not job.data.validation_fraction and job.data.train is not None:
         raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
-    with before.cluster_of(job) as cluster:
+    with before.cluster_of(job) as started:
         notify = before.notifier(quiet)
         if evaluated is None:
             prepared = before.prepared_data(job, notify, known, training=False)
         else:
             prepared = before.prepared_evaluation(job, evaluated, notify, known)
-        cluster.check_shared([run.path])
+        started.check_shared([run.path])
         settings = {"checkpoint": str(source)}
-        return _evaluate(cluster, job, prepared, "verbund.stage.validate:work", settings)[0]
+        return _evaluate(started, job, prepared, "verbund.stage.validate:work", settings)[0]
 
 
 def predict(
@@ -137,6 +139,7 @@ def predict(
     *,
     workers: int | None = None,
     strategy: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
     step: int | None = None,
     quiet: bool = True,
 ) -> Path:
@@ -148,6 +151,7 @@ def predict(
         out: the file to write, whose ending says how: .parquet, .csv, .jsonl; default `predictions.parquet` in the run.
         workers: so many workers, each with the whole model.
         strategy: dotted keys of another strategy than the run's, as `parse_strategy` gives them.
+        cluster: dotted keys of another cluster than the run's, as `parse_cluster` gives them.
         step: the checkpoint; default: the newest.
         quiet: no progress on standard error.
     """
@@ -156,14 +160,14 @@ def predict(
     run = Run.open(Path(directory))
     target = Path(out) if out else run.path / "predictions.parquet"
     check_target(target)
-    job = _evaluation_job(run.job, workers, strategy)
+    job = _evaluation_job(run.job, workers, strategy, cluster)
     source = chosen(run, step)
     known = schema.kept(run.path)
-    with before.cluster_of(job) as cluster:
+    with before.cluster_of(job) as started:
         prepared = before.prepared_evaluation(
             job, Evaluated(_typed(data), "DATA", labelled=False), before.notifier(quiet), known
         )
-        cluster.check_shared([run.path, target.parent])
+        started.check_shared([run.path, target.parent])
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
         settings = {
@@ -172,7 +176,7 @@ def predict(
             "classes": str(named) if named else None,
         }
         try:
-            _evaluate(cluster, job, prepared, "verbund.stage.predict:work", settings)
+            _evaluate(started, job, prepared, "verbund.stage.predict:work", settings)
             merge(parts, target)
         finally:
             for part in parts:
@@ -216,6 +220,7 @@ def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, 
         strategy=run.job.strategy.model_dump(),
         world=run.job.world,
         ended_by=known.get("ended_by"),
+        trained=known,
     )
     summary |= {key: known[key] for key in ("attempt", "warnings") if key in known}
     if damaged:
@@ -261,8 +266,12 @@ def chosen(run: Run, step: int | None) -> Path:
     return path
 
 
-def _evaluation_job(job: Job, workers: int | None, strategy: dict[str, Any] | None) -> Job:
-    changes: dict[str, Any] = dict(strategy or {})
+def _evaluation_job(
+    job: Job, workers: int | None, strategy: dict[str, Any] | None, cluster: dict[str, Any] | None
+) -> Job:
+    changes: dict[str, Any] = {**(strategy or {}), **(cluster or {})}
+    if job.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
+        changes = {"strategy.exchange": "all_reduce"} | changes
     if workers is not None:
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job

@@ -15,6 +15,7 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, VerbundError, nearest
+from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
@@ -69,8 +70,9 @@ def work(worker: Worker) -> dict[str, Any]:
         else:
             notes.append(_left_out(whole, room))
     before = peak_bytes()
+    take_tables = RemoteTables.install if job.strategy.exchange.served else None
     try:
-        dry = DryRun(job, task, prepared, train_set, order, total, unbuilt)
+        dry = DryRun(_tried(job), task, prepared, train_set, order, total, unbuilt, take_tables)
         found = dry.work(validation_set)
     except VerbundError as error:
         if not deferred and notes and "memory" in error.what:
@@ -99,6 +101,14 @@ def work(worker: Worker) -> dict[str, Any]:
         "notes": [*notes, *suits.notes],
     }
     return {"problems": [], "facts": facts}
+
+
+def _tried(job: Job) -> Job:
+    """The job whose batches a worker has: where each island has whole tickets, that of one island."""
+    exchange = job.strategy.exchange
+    if not exchange.served or exchange.divided:
+        return job
+    return job.model_copy(update={"strategy": job.strategy.inside})
 
 
 def _left_out(whole: int, room: int) -> str:
@@ -176,13 +186,13 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     for axis, keys in (("pipeline", ("schedule", "chunks")), ("shard", ("zero",))):
         default = {key: type(job.strategy).model_fields[key].default for key in keys}
         given = [key for key in keys if key in set_ and getattr(job.strategy, key) != default[key]]
-        if given and job.strategy.mesh.get(axis, 1) == 1:
+        if given and axis not in job.strategy.axes:
             notes.append(f"`strategy.{given[0]}` has no effect without the axis `{axis}`")
     method = job.strategy.compression.name
     if method != "none":
         exchanged = ["data", "shard"] if method in CASTS else ["data"]
         joint = job.strategy.islands if not job.strategy.exchange.local else 1
-        if joint == 1 and all(job.strategy.mesh.get(axis, 1) == 1 for axis in exchanged):
+        if joint == 1 and not set(exchanged) & set(job.strategy.axes):
             notes.append("`strategy.compression` has no effect without the axis `data`")
         else:
             notes += _travel("Gradients travel", job.strategy.compression, total_steps(job, order))
@@ -194,6 +204,13 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         notes.append(f"Islands train alone (`{exchange.name}`): results are not those of a single process")
         if exchange.compression.name != "none":
             notes += _travel("Differences travel", exchange.compression, total_steps(job, order))
+    elif exchange.served and (exchange.consistency != "bulk_synchronous" or exchange.backup):
+        how = (
+            "a step does not wait for all islands"
+            if exchange.backup
+            else f"the consistency is `{exchange.consistency}`"
+        )
+        notes.append(f"Results are not those of a single process: {how}")
     if job.data.placement == "island" and job.strategy.islands == 1:
         notes.append("`data.placement` has no effect with one island")
     cores = device.cores()

@@ -82,7 +82,7 @@ class Saver:
             pieces = [piece for kind in kinds for piece in replica.pieces(kind)]
             if mesh.island:
                 pieces = [replace(piece, owner=False) for piece in pieces]
-            pieces += self._exchange.pieces()
+            pieces += self._exchange.state.pieces()
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
     def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:

@@ -12,17 +12,17 @@ import numpy as np
 
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
-from verbund.errors import InputError, RunFailed
+from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh import probe
 from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
-from verbund.observe.directions import larger_is_better
 from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation, example_of
+from verbund.stage.judge import Judge
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
 from verbund.stage.stopping import Agreement
@@ -127,10 +127,7 @@ class _Training:
         self.step = int(state.get("step", 0))
         self._first_step = self.step
         self.samples = int(state.get("samples", 0))
-        self.best: float | None = state.get("best")
-        self.best_step: int | None = state.get("best_step")
-        self._patient: float | None = state.get("patient")
-        self.stale = int(state.get("validations_without_gain", 0))
+        self.judge = Judge(job.train, state)
         self.former_seconds = float(state.get("seconds", 0.0))
         self.begun = time.monotonic()
         self.loss = math.nan
@@ -306,37 +303,12 @@ class _Training:
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)
             self.worker.send("validation", step=self.step, metrics=metrics)
-        return self._judge(metrics)
+        return self.judge.ends(metrics, self.step)
 
     def _collective(self, index: int, start: int, end: int) -> None:
         """Records a collective that is none of a step's gradients."""
         if self.island.mesh.world > 1:
             self.journal.collective(self.step, index, start, start, end)
-
-    def _judge(self, metrics: dict[str, Any]) -> str | None:
-        target, patience = self.job.train.target, self.job.train.patience
-        watched = target.metric if target else patience.metric if patience else None
-        if watched is None:
-            return None
-        value = _metric(metrics, watched)
-        sign = 1.0 if larger_is_better(watched) else -1.0
-        if self.best is None or sign * value > sign * self.best:
-            self.best, self.best_step = value, self.step
-        if target and sign * value >= sign * target.value:
-            return "target"
-        if patience:
-            return self._patience(_metric(metrics, patience.metric), larger_is_better(patience.metric))
-        return None
-
-    def _patience(self, value: float, larger: bool) -> str | None:
-        patience = self.job.train.patience
-        assert patience is not None
-        gain = math.inf if self._patient is None else (value - self._patient) * (1.0 if larger else -1.0)
-        if gain > patience.minimum_gain:
-            self._patient, self.stale = value, 0
-        else:
-            self.stale += 1
-        return "patience" if self.stale >= patience.validations else None
 
     def _save(self) -> None:
         self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
@@ -351,12 +323,9 @@ class _Training:
                 "seed": self.job.seed,
                 "global_batch": self.job.train.global_batch,
                 "data": self.worker.settings["data"],
-                "best": self.best,
-                "best_step": self.best_step,
-                "patient": self._patient,
-                "validations_without_gain": self.stale,
+                **self.judge.state(),
                 "seconds": self._elapsed(),
-                "exchange": self.exchange.record() if self.exchange is not None else None,
+                "exchange": self.exchange.state.record() if self.exchange is not None else None,
                 "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             },
         )
@@ -375,11 +344,3 @@ class _Training:
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
         if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
-
-
-def _metric(metrics: dict[str, Any], name: str) -> float:
-    value = metrics.get(name)
-    if not isinstance(value, (int, float)):
-        known = ", ".join(key for key, v in metrics.items() if isinstance(v, (int, float)))
-        raise InputError(f"`{name}` is no metric of this job", where="train", fix=f"Those that are numbers: {known}")
-    return float(value)

@@ -197,11 +197,10 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def _name(job: Job) -> str:
     strategy = job.strategy
-    mesh = {axis: size for axis, size in strategy.mesh.items() if size > 1}
     words = [f"islands={strategy.islands}"] if strategy.islands > 1 else []
-    words += [f"{axis}={size}" for axis, size in mesh.items()]
-    if "pipeline" in mesh:
+    words += [f"{axis}={size}" for axis, size in strategy.axes.items()]
+    if "pipeline" in strategy.axes:
         words.append(f"schedule={strategy.schedule}")
-    if "shard" in mesh:
+    if "shard" in strategy.axes:
         words.append(f"zero={strategy.zero}")
     return ",".join(words) or "a single process"

@@ -68,7 +68,7 @@ def replica_of(task: str, make_job: MakeJob) -> tuple[Replica, Asked]:
 @pytest.mark.parametrize(("text", "requests"), [("", 2), (ROWS, 1)], ids=["each when it is used", "all at once"])
 def test_requests_of_a_pass(text: str, requests: int, make_job: MakeJob) -> None:
     replica, asked = replica_of(TASK + text, make_job)
-    replica._forward(BATCH, 0).total.sum().backward()
+    replica._forward.loss(BATCH, 0).total.sum().backward()
     assert asked.count == requests
     assert isinstance(replica.tables, RemoteTables)
     assert replica.tables.gradients()["users.weight"][0].tolist() == [3, 7]
@@ -93,4 +93,4 @@ def test_requests_of_a_pass(text: str, requests: int, make_job: MakeJob) -> None
 def test_what_is_no_rows(returned: str, message: str, make_job: MakeJob) -> None:
     replica, _ = replica_of(f"{TASK}\ndef rows(batch):\n    return {returned}\n", make_job)
     with pytest.raises(TaskError, match=message):
-        replica._forward(BATCH, 0)
+        replica._forward.loss(BATCH, 0)

@@ -88,7 +88,7 @@ class PowerSums(CompressedSums):
         return finite
 
     def sent(self) -> bool:
-        self.totals.bytes_with += self.of_all_reduce(self._p.nbytes)
+        self.totals.bytes_with += self.totals.of_all_reduce(self._p.nbytes)
         self._work = (self.group.start_all_reduce(self._p), time.monotonic_ns())
         return super().sent()
 
@@ -110,7 +110,7 @@ class PowerSums(CompressedSums):
             # P is orthonormal: what it does not span is left out.
             before = sum(float(torch.linalg.vector_norm(s.values)) ** 2 for s in self.stretches)
             self.totals.left_out += max(before - float(torch.linalg.vector_norm(self._q)) ** 2, 0.0)
-        self.totals.bytes_with += self.of_all_reduce(self._q.nbytes)
+        self.totals.bytes_with += self.totals.of_all_reduce(self._q.nbytes)
         arrival = time.monotonic_ns()
         self._wait(self.group.start_all_reduce(self._q), arrival)
         for matrix in self._every:

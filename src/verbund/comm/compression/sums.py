@@ -53,6 +53,15 @@ class Totals:
     left_out: float = 0.0
     summed: float = 0.0
 
+    def of_all_reduce(self, size: int) -> float:
+        """Bytes that a worker sends in an all-reduce of `size` bytes."""
+        return 2.0 * size * (self.workers - 1) / self.workers
+
+    def plain(self, size: int) -> None:
+        """So many bytes were added up as they are."""
+        self.bytes_without += self.of_all_reduce(size)
+        self.bytes_with += self.of_all_reduce(size)
+
 
 @dataclass
 class Tensors:
@@ -126,7 +135,7 @@ class CompressedSums(ABC):
     def start(self, number: int) -> None:
         """Stretch `number` is complete."""
         begun = time.monotonic()
-        self.totals.bytes_without += self.of_all_reduce(self.stretches[number].flat.nbytes)
+        self.totals.bytes_without += self.totals.of_all_reduce(self.stretches[number].flat.nbytes)
         self._finite &= self._start(number)
         self.totals.seconds += time.monotonic() - begun
 
@@ -161,11 +170,6 @@ class CompressedSums(ABC):
         waited = sum(s.done - s.blocked for s in self.stamps) - waited
         self.totals.seconds += time.monotonic() - begun - waited / 1e9
 
-    def plain(self, size: int) -> None:
-        """So many bytes were added up as they are."""
-        self.totals.bytes_without += self.of_all_reduce(size)
-        self.totals.bytes_with += self.of_all_reduce(size)
-
     @abstractmethod
     def _start(self, number: int) -> bool:
         """Loads a stretch that is complete, and begins to send it; whether all of it is finite."""
@@ -178,10 +182,6 @@ class CompressedSums(ABC):
         blocked = time.monotonic_ns()
         self.group.finish(work, _WHAT)
         self.stamps.append(Stamps(arrival, blocked, time.monotonic_ns()))
-
-    def of_all_reduce(self, size: int) -> float:
-        """Bytes that a worker sends in an all-reduce of `size` bytes."""
-        return 2.0 * size * (self.group.world - 1) / self.group.world
 
     def errors(self) -> dict[str, Tensor]:
         """What of each tensor was not sent yet, flat; to save and restore."""

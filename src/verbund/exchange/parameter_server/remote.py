@@ -76,6 +76,11 @@ class RemoteTables:
         return remote
 
     @property
+    def names(self) -> list[str]:
+        """Of the tables' tensors."""
+        return [table.name for table in self.tables]
+
+    @property
     def rows(self) -> Rows:
         """Where rows come from: they are the first ones until whoever has the servers sets this."""
         return self._pulled.rows

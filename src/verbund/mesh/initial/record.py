@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from verbund.mesh.initial.hollow import META, Hollow, refused
 from verbund.mesh.initial.recorder import Recorder
 from verbund.mesh.initial.replay import Store, plan
+from verbund.mesh.initial.seeds import seed_everything
 from verbund.mesh.initial.tape import NotRecordable, Operation, Ref
 from verbund.mesh.users_line import users_line
 
@@ -29,8 +30,6 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recorded:
     Raises:
         NotRecordable: if the constructor needs values that only the ordinary construction has, or fails.
     """
-    from verbund.mesh.replica import seed_everything
-
     seed_everything(seed)
     recorder = Recorder()
     recorder.generators.start(torch.default_generator)

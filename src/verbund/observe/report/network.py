@@ -12,8 +12,8 @@ from verbund.observe.report.text import table
 _LINKS = 200
 
 
-def network(summary: Mapping[str, Any]) -> str:
-    """What each link can do and what the run used of it; nothing for a run on one host."""
+def network(summary: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+    """What travels over the links, what each can do and what the run used of it; nothing for a run on one host."""
     found = summary.get("network")
     if not isinstance(found, Mapping):
         return ""
@@ -30,7 +30,7 @@ def network(summary: Mapping[str, Any]) -> str:
         for link in links[:_LINKS]
     ]
     title = f"Links ({len(rows)} of {len(links)})" if len(links) > len(rows) else "Links"
-    head = ("", "latency", "can move", "moved", "while communicating", "of what it can")
+    head = ("", "latency", "can carry", "sent", "sent while communicating", "of what it can carry")
     hosts = [
         (
             str(host),
@@ -57,7 +57,19 @@ def network(summary: Mapping[str, Any]) -> str:
         "link full, in",
     )
     how = f"<p>{escape(str(found.get('how', '')).capitalize())}.</p>"
-    return table(title, head, rows) + table("Hosts", columns, hosts) + how
+    return f"<p>{escape(_carried(summary, job))}</p>" + table(title, head, rows) + table("Hosts", columns, hosts) + how
+
+
+def _carried(summary: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+    """What went over the links, and who could have read it."""
+    cluster = job.get("cluster")
+    trusted = cluster.get("trusted_network") if isinstance(cluster, Mapping) else None
+    if trusted:
+        return (
+            f"Workers of different hosts exchange tensors without encryption, within the trusted network {trusted}; "
+            "what the command and the processes tell each other is encrypted."
+        )
+    return "All that travels between hosts is encrypted: what islands exchange, and what the command is told."
 
 
 def _rate(value: float | None) -> str:

@@ -1,0 +1,50 @@
+"""Replacements: which processes of a run may be replaced when they are lost, and how often."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from verbund.cluster.process import ProcessSpec
+
+
+@dataclass
+class Replacements:
+    """A budget of replacements within a window of time, so that what always fails ends with its first cause.
+
+    Args:
+        units: processes that can only go on together, e.g. the workers of an island; those in none are not replaced.
+        limit: replacements within the window.
+        window: seconds.
+        tell: is told of each replacement: the new specs, and why.
+    """
+
+    units: Sequence[Sequence[ProcessSpec]]
+    limit: int
+    window: float
+    tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
+    _times: deque[float] = field(default_factory=deque)
+
+    def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
+        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""
+        unit = next((unit for unit in self.units if any(_same(one, spec) for one in unit)), None)
+        now = time.monotonic()
+        while self._times and now - self._times[0] > self.window:
+            self._times.popleft()
+        if unit is None or len(self._times) >= self.limit:
+            return None
+        self._times.append(now)
+        fresh = [replace(one, life=spec.life + 1) for one in unit]
+        self.tell(fresh, why)
+        return fresh
+
+    @property
+    def spent(self) -> bool:
+        """Whether there were as many within the window as are allowed."""
+        return len(self._times) >= self.limit
+
+
+def _same(one: ProcessSpec, other: ProcessSpec) -> bool:
+    return (one.role, one.rank) == (other.role, other.rank)

@@ -1,0 +1,275 @@
+"""The coordinator: hands out tickets, says who holds which block, and remembers both over its own death.
+
+All that it knows is a pure function of the events that it has been told; these are appended to a file before they take
+effect, and read again by whoever takes its place. They reach the operating system at once, the disk when a view changes
+or all come to rest.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verbund.comm.wire import Message, Reply
+from verbund.errors import ClusterLost, InputError, VerbundError
+from verbund.exchange.parameter_server import membership
+from verbund.exchange.parameter_server.leases import Leases
+from verbund.exchange.parameter_server.plan import Plan
+from verbund.exchange.parameter_server.view import View
+
+_WAIT = 5.0
+"""Seconds after which a question that has no answer yet is answered with nothing, and is asked again."""
+_LOG = "coordinator.jsonl"
+_COMPACT = 20_000
+"""Events after which the file is written anew."""
+
+Places = Callable[[Plan], list[tuple[int, ...]]]
+
+
+class Coordinator:
+    """Answers servers and workers; `handle` is for `comm.wire.Replies`.
+
+    Args:
+        folder: where its memory lies; there may be one of a former process.
+        leases: as they are at the beginning.
+        servers: seats.
+        places: by block the servers that are to hold it.
+        judged: what decides on the end of training, as it is at the beginning: JSON values.
+        fatal: is told of an error with which the run cannot go on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        leases: Leases,
+        servers: int,
+        places: Places,
+        judged: dict[str, Any],
+        fatal: Callable[[VerbundError], None],
+    ) -> None:
+        self._leases, self._servers, self._places, self._fatal = leases, servers, places, fatal
+        self._judged = judged
+        self._plan: Plan | None = None
+        self._view: View | None = None
+        self._lead: tuple[int, int, int] | None = None  # island, generation, step
+        self._changed = threading.Condition()
+        self._path = folder / _LOG
+        self._events = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recall()
+        self._file = self._opened()
+
+    @property
+    def ended(self) -> str | None:
+        """Why training has ended, if it has."""
+        return self._leases.ended
+
+    def handle(self, message: Message) -> Reply:
+        """Answers a request; see the methods `_on_…`."""
+        answer = getattr(self, f"_on_{message.kind}", None)
+        if answer is None:
+            raise InputError(f"a coordinator knows no request `{message.kind}`")
+        with self._changed:
+            fields = answer(message.fields)
+        return Reply("answer", fields or {})
+
+    def end_soon(self, reason: str) -> None:
+        """Training ends after what is leased."""
+        with self._changed:
+            self._event("end_soon", reason)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _on_enter(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A worker of an island has come, with the plan that its model gives."""
+        island, generation, record = int(fields["island"]), int(fields["generation"]), fields["plan"]
+        plan = Plan.of(record)
+        if self._plan is None:
+            self._event("plan", record)
+        elif self._plan.model != plan.model:
+            raise InputError(
+                f"island {island} has another model than the others",
+                where="model()",
+                fix="All must build the same tensors, whatever their environment",
+            )
+        if generation < self._leases.islands[island].generation:
+            raise _fenced(island)
+        if generation > self._leases.islands[island].generation:
+            self._event("enter", island, generation)
+        return {"judged": self._judged, "rested": self._leases.rested}
+
+    def _on_lease(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A worker wants its island's ticket number so and so; waits a while for it."""
+        island, number = self._member(fields), int(fields["number"])
+        until = time.monotonic() + _WAIT
+        while True:
+            self._member(fields)
+            if self._leases.ended is not None:
+                return {"end": self._leases.ended, "step": self._leases.rested}
+            own = self._leases.islands[island]
+            if number < own.first + len(own.given) or self._leases.lease(island, number):
+                if number >= own.first + len(own.given) - 1:
+                    self._remember("lease", island, number)
+                return {"ticket": self._leases.ticket(island, number), "low": self._leases.low}
+            if self._leases.resting and (lead := self._leads(island)) is not None:
+                return lead
+            left = until - time.monotonic()
+            if left <= 0:
+                return {"waits_for": self._leases.missing()}
+            self._changed.wait(left)
+
+    def _on_done(self, fields: dict[str, Any]) -> None:
+        """A worker's pushes of its first so many tickets are acknowledged."""
+        island = self._member(fields)
+        self._event("done", island, int(fields["worker"]), int(fields["count"]))
+
+    def _on_settle(self, fields: dict[str, Any]) -> None:
+        """The leading island has done what was due at a stop."""
+        self._member(fields)
+        self._event("settle", int(fields["step"]), fields["reason"], fields["judged"])
+
+    def _on_seat(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A server listens, which knows the plan."""
+        assert self._view is not None
+        server, generation = int(fields["server"]), int(fields["generation"])
+        if generation < self._view.seats[server].generation:
+            raise ClusterLost(f"another process has taken the seat of server {server}")
+        self._event("seat", server, str(fields["address"]), generation, bool(fields["recovered"]))
+        return {"view": self._view.record()}
+
+    def _on_plan(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """For a server: the plan, once there is one, and the view as it is; waits a while."""
+        self._changed.wait_for(lambda: self._plan is not None, _WAIT)
+        if self._plan is None or self._view is None:
+            return {}
+        return {"plan": self._plan.record(), "view": self._view.record()}
+
+    def _on_joined(self, fields: dict[str, Any]) -> None:
+        """A primary has given a joining server some blocks."""
+        self._event("joined", int(fields["server"]), int(fields["generation"]), list(fields["blocks"]))
+
+    def _on_watch(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The view, once it is newer than what the asker knows, or after a while."""
+        known = int(fields["known"])
+        self._changed.wait_for(lambda: self._view is not None and self._view.number > known, _WAIT)
+        return {"view": self._view.record()} if self._view is not None and self._view.number > known else {}
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def _member(self, fields: dict[str, Any]) -> int:
+        island, generation = int(fields["island"]), int(fields["generation"])
+        if not 0 <= island < len(self._leases.islands) or generation != self._leases.islands[island].generation:
+            raise _fenced(island)
+        return island
+
+    def _leads(self, island: int) -> dict[str, Any] | None:
+        """What an island has to do at a stop where it leads; the first one there does."""
+        step = self._leases.stop
+        generation = self._leases.islands[island].generation
+        if step is None:
+            return None
+        if self._lead is not None and self._lead[2] == step:
+            leader, life, _ = self._lead
+            if self._leases.islands[leader].generation == life and leader != island:
+                return None
+        self._lead = (island, generation, step)
+        return {"meet": step, "reason": self._leases.reason, "judged": self._judged}
+
+    def _event(self, name: str, *values: Any) -> None:
+        """Applies an event, and remembers it if it is one that can be applied."""
+        before = self._view.number if self._view is not None else -1
+        try:
+            getattr(self, f"_take_{name}")(*values)
+        except ClusterLost as error:
+            self._fatal(error)
+            raise
+        self._remember(name, *values)
+        changed = self._view is not None and self._view.number != before
+        if changed or name == "settle":
+            os.fsync(self._file.fileno())
+        if name == "settle" and self._events > _COMPACT:
+            self._compact()
+        self._changed.notify_all()
+
+    def _remember(self, name: str, *values: Any) -> None:
+        self._file.write(json.dumps([name, *values]).encode() + b"\n")
+        self._events += 1
+
+    def _recall(self) -> None:
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):  # torn: whoever told it has no answer, and tells it again
+            os.truncate(self._path, whole)
+        for line in raw[:whole].splitlines():
+            name, *values = json.loads(line)
+            getattr(self, f"_take_{name}")(*values)
+            self._events += 1
+
+    def _compact(self) -> None:
+        state = {
+            "leases": self._leases.record(),
+            "plan": self._plan.record() if self._plan is not None else None,
+            "view": self._view.record() if self._view is not None else None,
+            "judged": self._judged,
+        }
+        beside = self._path.with_suffix(".new")
+        with open(beside, "wb") as file:
+            file.write(json.dumps(["all", state]).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, self._path)
+        self._file.close()
+        self._file = self._opened()
+        self._events = 1
+
+    def _opened(self) -> io.FileIO:
+        return io.FileIO(self._path, "a")
+
+    def _take_all(self, state: dict[str, Any]) -> None:
+        self._leases.load(state["leases"])
+        self._plan = Plan.of(state["plan"]) if state["plan"] is not None else None
+        self._view = View.of(state["view"]) if state["view"] is not None else None
+        self._judged = state["judged"]
+
+    def _take_plan(self, record: dict[str, Any]) -> None:
+        self._plan = Plan.of(record)
+        self._view = membership.first(self._places(self._plan), self._servers, len(self._leases.islands))
+
+    def _take_enter(self, island: int, generation: int) -> None:
+        self._leases.enter(island, generation)
+        assert self._view is not None
+        self._view = membership.entered(self._view, island, generation)
+
+    def _take_lease(self, island: int, number: int) -> None:
+        self._leases.lease(island, number)
+
+    def _take_done(self, island: int, worker: int, count: int) -> None:
+        self._leases.done(island, worker, count)
+
+    def _take_end_soon(self, reason: str) -> None:
+        self._leases.end_soon(reason)
+
+    def _take_settle(self, step: int, reason: str | None, judged: dict[str, Any]) -> None:
+        self._leases.settle(step, reason)
+        self._judged = judged
+
+    def _take_seat(self, server: int, address: str, generation: int, recovered: bool) -> None:
+        assert self._view is not None
+        self._view = membership.seated(self._view, server, address, generation, recovered)
+
+    def _take_joined(self, server: int, generation: int, blocks: list[int]) -> None:
+        assert self._view is not None
+        self._view = membership.joined(self._view, server, generation, blocks)
+
+
+def _fenced(island: int) -> ClusterLost:
+    return ClusterLost(f"other processes have taken the place of island {island}: this one may not go on")

@@ -1,0 +1,91 @@
+"""The section `cluster`."""
+
+from __future__ import annotations
+
+import ipaddress
+import shlex
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from verbund.job.section import Positive, Section
+
+
+class Cluster(Section):
+    """Where processes run, and how long anything may take."""
+
+    kind: Literal["local", "hosts"] = "local"
+    """`local`: this machine. `hosts`: several, over a network; what follows for it does nothing elsewhere."""
+    hosts: Annotated[list[str], Field(examples=[["10.0.0.1", "10.0.0.2"]])] = []
+    """Kind `hosts`: names or addresses. Workers fill them in the order of ranks; an island stays on one host where it
+    fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
+    slots: Annotated[Positive | list[Positive] | None, Field(examples=[4])] = None
+    """Kind `hosts`: workers that a host takes, or a list with one number a host; default: an even share."""
+    command: str = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host}"
+    """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
+    none."""
+    trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
+    """Kind `hosts`: a network that is yours alone. Workers exchange tensors there without encryption. Elsewhere only
+    islands that each lie on one host and train alone (local_sgd, diloco) may have several hosts: their exchange is
+    encrypted."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
+    result is the same bit for bit for any number of workers."""
+    heartbeat: Annotated[float, Field(gt=0)] = 2.0
+    """Seconds between two signs of life of a worker."""
+    lost_after: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds without a sign of life after which a worker counts as lost."""
+    step_deadline: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that any one step, batch or save may take before the run fails and names who is missing."""
+    orphan_grace: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds after the loss of the supervisor within which all workers have ended."""
+    replacements: Annotated[int, Field(ge=0)] = 10
+    """parameter_server: lost processes that are replaced within `replacement_window`; one more ends the run."""
+    replacement_window: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds; see `replacements`."""
+    stop_grace: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds a process gets to end when asked, before it is killed."""
+
+    @model_validator(mode="after")
+    def _hosts_fit(self) -> Cluster:
+        problems = []
+        if self.kind == "hosts" and not self.hosts:
+            problems.append('kind `hosts` needs `hosts`, e.g. `hosts = ["10.0.0.1", "10.0.0.2"]`')
+        if twice := sorted({host for host in self.hosts if self.hosts.count(host) > 1}):
+            problems.append(f"`hosts` names {', '.join(twice)} more than once; `slots` says how many workers it takes")
+        if any(not host.strip() or host.startswith("-") or any(map(str.isspace, host)) for host in self.hosts):
+            problems.append("a host is a name or an address, without spaces and not beginning with `-`")
+        if isinstance(self.slots, list) and len(self.slots) != len(self.hosts):
+            problems.append(f"`slots` has {len(self.slots)} numbers for {len(self.hosts)} hosts")
+        problems += _command_problems(self.command)
+        if self.trusted_network is not None:
+            try:
+                network = ipaddress.ip_network(self.trusted_network)
+            except ValueError as error:
+                problems.append(f"`trusted_network` is no network such as 10.0.0.0/24: {error}")
+            else:
+                outside = [
+                    host for host in self.hosts if _is_address(host) and ipaddress.ip_address(host) not in network
+                ]
+                if outside:
+                    problems.append(f"{', '.join(outside)} does not lie in `trusted_network` {network}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _command_problems(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+        [word.format(host="host") for word in words]
+    except (ValueError, KeyError, IndexError) as error:
+        return [f"`command` cannot be read: {error}; the host's name is `{{host}}`"]
+    return [] if words else ["`command` is empty; it is what reaches a host, e.g. `ssh {host}`"]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
