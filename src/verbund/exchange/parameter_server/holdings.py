@@ -320,7 +320,7 @@ class Holdings:
             total, rows = ticket.total()
             if total is None or not (weight or isinstance(held.store, Sum)):
                 continue
-            if not isinstance(held.store, Sum):
+            if not isinstance(held.store, Sum) and weight != 1.0:
                 total.div_(weight)
             steps.append(_Step(held, total, rows, ticket.rate))
         self._take(steps)

@@ -41,7 +41,7 @@ def tensors_of(store: Store) -> dict[str, Tensor]:
         return {"values": store.values}
     if isinstance(store, Dense):
         return {"values": store.values} | {_STATE + key: value for key, value in store.state().items()}
-    rows = store.stepped.nonzero().view(-1)
+    rows = store.stepped
     values = store.gather(rows) if store.lazy else store.all_rows
     return {"values": values, "rows": rows} | {_STATE + key: value for key, value in store.state(rows).items()}
 
@@ -56,5 +56,5 @@ def store_of(block: Block, image: Image, optimizer: ServerOptimizer) -> Store:
     rows = image.tensors["rows"]
     lazy = bool(image.fields["lazy"])
     table = Table(block, optimizer, None if lazy else values)
-    table.put(rows, values if lazy else None, state)
+    table.put(rows, values if lazy else table.all_rows.index_select(0, rows), state)
     return table

@@ -97,7 +97,8 @@ def _load_table(block: Block, checkpoint: Checkpoint, optimizer: ServerOptimizer
         else:
             table.all_rows[low:high] = values
     if keys:
-        table.put(torch.empty(0, dtype=torch.int64), None, numbers)
+        none = torch.empty(0, dtype=torch.int64)
+        table.put(none, torch.empty((0, *block.length[1:]), dtype=getattr(torch, block.dtype)), numbers)
     return table
 
 
@@ -105,7 +106,8 @@ def _table_pieces(table: Table) -> Iterator[Piece]:
     block = table.block
     if block.born:
         name, shape, at, length = _BORN + block.name, block.shape[:1], block.offset[:1], block.length[:1]
-        marks = table.stepped if table.lazy else torch.ones(length, dtype=torch.bool)
+        marks = torch.full(length, not table.lazy)
+        marks[table.stepped] = True
         yield Piece("exchange", name, shape, torch.bool, at, length, marks)
     stateless = not table.has_state and _whole(block)
     for low, high in _runs(block):
