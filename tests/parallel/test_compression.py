@@ -40,7 +40,7 @@ class Odd(nn.Module):
 
     def forward(self, x):
         hidden = torch.relu(self.second(torch.relu(self.first(x)))) * self.frozen
-        return self.newest(hidden) * self.scalar + self.empty.sum()
+        return self.last(hidden) * self.scalar + self.empty.sum()
 
 def model():
     return Odd()
