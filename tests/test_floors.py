@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "verbund"
 # From the ground up. A longer prefix wins.
 FLOORS: list[tuple[str, ...]] = [
     ("errors", "interrupts", "plain_json", "job", "placement", "sums", "objectives", "metrics",
-     "randomness"),
+     "randomness", "tables"),
     ("task", "interop.huggingface", "interop.smollm2",
      "data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
      "observe.energy", "observe.progress", "observe.directions"),

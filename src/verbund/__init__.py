@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from verbund.job import Job
     from verbund.run import Run
     from verbund.stage.launch import predict, resume, train, validate
+    from verbund.tables import Table
 
-__all__ = ["Job", "Run", "VerbundError", "predict", "resume", "train", "validate"]
+__all__ = ["Job", "Run", "Table", "VerbundError", "predict", "resume", "train", "validate"]
 __version__ = "0.1.0"
 
 _PLACES = {
     "Job": "job",
     "Run": "run",
+    "Table": "tables",
     "VerbundError": "errors",
     "predict": "stage.launch",
     "resume": "stage.launch",

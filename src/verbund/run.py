@@ -161,6 +161,11 @@ class Run:
         self._replace("summary.json", _json(summary))
 
     @property
+    def servers(self) -> Path:
+        """What parameter servers and their coordinator remember while a training goes on."""
+        return self.path / "servers"
+
+    @property
     def attempt(self) -> int:
         """How many times training was started on this run."""
         count = self._read("attempts.json", {"attempts": 0}).get("attempts")

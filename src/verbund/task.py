@@ -11,6 +11,9 @@ Face model (`hf:PATH`, see `verbund.interop.huggingface`).
     validation_dataset() -> Dataset             in place of `data.validation`
     tensor_plan() -> dict                       how the axis `tensor` cuts modules   default: detection
     pipeline_plan() -> list[str]                modules at which stages may begin    default: children of ModuleLists
+    rows(batch) -> dict[str, Tensor]            of embedding tables, by module, the ids that a batch will look up: under
+                                                a parameter server all are pulled in one request, before the forward
+                                                pass; else each table's when it is used
     couples = True                              samples interact in the loss: see `train.group`
 
 `batch` is a dict of column name to tensor, dimension 0 being the sample.
@@ -49,6 +52,7 @@ FUNCTIONS = (
     "validation_dataset",
     "tensor_plan",
     "pipeline_plan",
+    "rows",
 )
 
 
@@ -82,6 +86,7 @@ class Task:
     """Which of the functions the file itself has."""
     tensor_plan: Callable[[], dict[str, Any]] | None = None
     pipeline_plan: Callable[[], list[str]] | None = None
+    rows: Callable[[Columns], dict[str, Tensor]] | None = None
     saved: Saved | None = None
     """Where `model` reads its values from files."""
 
@@ -233,6 +238,7 @@ def _loaded(job: Job, columns: Sequence[str]) -> Task:
         validation_dataset=_named_errors(validation, path) if validation is not None else None,
         tensor_plan=getattr(module, "tensor_plan", None),
         pipeline_plan=getattr(module, "pipeline_plan", None),
+        rows=_rows(module, path),
         couples=bool(getattr(module, "couples", False)),
         own=frozenset(name for name in FUNCTIONS if hasattr(module, name)),
     )
@@ -306,6 +312,28 @@ def _augment(module: ModuleType, path: Path) -> Callable[[Columns, Any], Columns
         return result
 
     return augment
+
+
+def _rows(module: ModuleType, path: Path) -> Callable[[Columns], dict[str, Tensor]] | None:
+    own = getattr(module, "rows", None)
+    if own is None:
+        return None
+    import torch
+
+    def rows(batch: Columns) -> dict[str, Tensor]:
+        wanted = own(batch)
+        if not isinstance(wanted, dict):
+            raise TaskError(f"`rows` returned a {type(wanted).__name__}, not a dict", where=str(path), fix=_ROWS)
+        for name, ids in wanted.items():
+            if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+                kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+                raise TaskError(f"`rows` returned {kind} for `{name}`, not whole numbers", where=str(path), fix=_ROWS)
+        return wanted
+
+    return rows
+
+
+_ROWS = "Return a dict from the module of each table to the ids that it will look up, e.g. {'users': batch['user']}"
 
 
 def _names(value: str | list[str] | None) -> list[str]:

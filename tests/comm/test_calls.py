@@ -211,6 +211,54 @@ def test_what_is_under_way_is_bounded() -> None:
             calls.ask("pull", None, 1.0)
 
 
+def test_waiting_a_while() -> None:
+    with serving() as (_, calls):
+        call = calls.start("slow", {"seconds": 0.2, "number": 1}, 5.0, x=np.ones(4))
+        assert not call.wait(0.02)
+        assert call.wait(5.0)
+        assert call.result().fields == {"version": 1}
+        late = calls.start("slow", {"seconds": 0.3}, 0.05, x=np.ones(4))
+        assert late.wait(5.0)
+        with pytest.raises(Deadline):
+            late.result()
+
+
+def test_giving_up() -> None:
+    """What was given up gives its room to others, and its place stays as it is."""
+    with serving() as (server, _):
+        calls = Calls(lambda seconds: dial(server.listener.address, SECRET, seconds), "the server", window=1)
+        place = np.zeros(4)
+        assert calls.ask("push", {"number": 0}, 5.0, x=np.ones(4)).fields == {"version": 1}
+        call = calls.start("slow", {"seconds": 0.2, "number": 1}, 5.0, {"x": place}, x=np.ones(4))
+        call.give_up()
+        with pytest.raises(Closed, match="given up"):
+            call.result()
+        assert calls.ask("push", {"number": 2}, 5.0, x=np.ones(4)).fields == {"version": 3}
+        assert place.tolist() == [0.0] * 4
+        calls.close()
+
+
+def test_giving_up_what_nobody_takes() -> None:
+    """A request is given up while a thread still sends it: nothing reads its arrays after that."""
+    listener = listen("tcp:127.0.0.1:0", SECRET)
+    calls = Calls(lambda seconds: dial(listener.address, SECRET, seconds), "the server")
+    time.sleep(0.05)
+    values = np.zeros(1 << 26, np.uint8)
+    started = threading.Thread(target=lambda: calls.start("push", None, 30.0, x=values))
+    started.start()
+    deadline = time.monotonic() + 5.0
+    while not (calls._under_way and next(iter(calls._under_way.values())).sending) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    begun = time.monotonic()
+    next(iter(calls._under_way.values())).give_up()
+    started.join(5.0)
+    assert not started.is_alive()
+    assert time.monotonic() - begun < 2.0
+    calls.close()
+    listener.close()
+
+
 def test_what_cannot_travel() -> None:
     with serving() as (_, calls):
         with pytest.raises(ValueError, match="does not travel"):

@@ -9,6 +9,7 @@ import secrets
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -225,6 +226,26 @@ def refusing(listener: Listener, credentials: Credentials) -> str:
         listener.accept(0.1)
     wait_for(lambda: listener.refused.total() == 1, "the refusal")
     return str(refused.value)
+
+
+@pytest.mark.parametrize("abrupt", [False, True])
+def test_a_listener_that_dies_while_two_agree(abrupt: bool) -> None:
+    """Nobody has refused anything: who dials may try again."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def die() -> None:
+            sock, _ = server.accept()
+            if abrupt:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                sock.recv(10_000)
+            sock.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        with pytest.raises(Closed):
+            dial(f"tcp:127.0.0.1:{server.getsockname()[1]}", SECRET, 5.0)
+        thread.join()
 
 
 class TestWhoIsNotLetIn:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-from verbund.comm.wire import Closed, Connection, Deadline, Message, WireError, frames
+from verbund.comm.wire import Closed, Connection, Deadline, Memory, Message, WireError, frames
 
 DTYPES = sorted(frames.DTYPES)
 OTHERS = ["bfloat16", "bits:1", "bits:7", "bits:16"]
@@ -360,6 +360,25 @@ def test_many_threads_send_whole_messages() -> None:
         for thread in threads:
             thread.join()
         assert seen == {sender: list(range(20)) for sender in range(4)}
+
+
+def test_memory_is_used_again() -> None:
+    """Arrays of one message lie in the memory of the former, whatever their sizes, and are what was sent."""
+    memory = Memory()
+    with connections() as (a, b):
+        seen = set()
+        for number, size in enumerate([10, 1000, 1000, 500, 1000]):
+            a.send("x", {}, None, u=np.full(size, number, np.float32), v=np.full(3, number, np.uint8), e=np.array(7.0))
+            arrays = b.receive(5.0, None, memory).arrays
+            assert arrays["u"].tolist() == [number] * size
+            assert arrays["v"].tolist() == [number] * 3
+            assert (arrays["e"].shape, float(arrays["e"])) == ((), 7.0)
+            seen.add(arrays["u"].__array_interface__["data"][0])
+        assert len(seen) == 3  # the third, fourth and fifth lie at the same place
+        for _ in range(200):
+            a.send("x", {}, None, u=np.zeros(1, np.float32))
+            b.receive(5.0, None, memory)
+        assert memory._block.size < 200
 
 
 def test_descriptors_above_1023() -> None:

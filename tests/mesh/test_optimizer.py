@@ -69,6 +69,25 @@ def test_lists_of_tensors_are_second() -> None:
     assert build(model().named_parameters(), spec("rmsprop")).defaults["foreach"] is True
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"nesterov": True}, {"dampening": 0.3, "weight_decay": 0.1, "maximize": True}]
+)
+def test_a_parameter_may_be_used_late(arguments: dict[str, Any]) -> None:
+    """Torch's own fused SGD begins the moments of all parameters or of none."""
+    ours, theirs = [nn.Parameter(torch.ones(3)) for _ in range(2)], [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = build([("a", ours[0]), ("b", ours[1])], spec("sgd", momentum=0.9, **arguments))
+    assert optimizer.defaults["fused"] is True
+    plain = torch.optim.SGD(theirs, lr=1e-3, momentum=0.9, foreach=False, **arguments)
+    for step in range(6):
+        for index, both in enumerate(zip(ours, theirs, strict=True)):
+            for parameter in both:
+                parameter.grad = torch.full((3,), step + 1.0) if step >= 2 * index else None
+        optimizer.step()
+        plain.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_all_of_torchs_optimisers_can_be_built_or_say_why_not() -> None:
     for name, kind in vars(torch.optim).items():
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or name == "Optimizer":

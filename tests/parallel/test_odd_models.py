@@ -77,6 +77,15 @@ class Block(nn.Module):
         y = x.view(-1, 3, 4)
         return x + self.attention(y, y, y, attn_mask=self.bias, need_weights=False)[0].reshape(-1, 12)
 """,
+    "a module of two names": """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.plain = nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12))
+        self.again = self.a
+    def forward(self, x):
+        return self.plain(torch.tanh(self.a(x))) + self.again(x)
+""",
     "a sequence with a forward of its own": """
 class Normed(nn.Sequential):
     def forward(self, x):
@@ -115,6 +124,8 @@ def model():
         ("batch statistics", "shard=3,pipeline=2", {"train.group": 5}),
         ("a number as a parameter", "shard=2,pipeline=2", {}),
         ("a learnt mask", "tensor=2", {}),
+        ("a module of two names", "tensor=2", {}),
+        ("a module of two names", "pipeline=2", {}),
         ("a sequence with a forward of its own", "tensor=2", {}),
     ],
 )

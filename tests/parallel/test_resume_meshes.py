@@ -43,6 +43,15 @@ def test_goes_on_under_another_mesh(before: str, after: str, shared_cluster: Loc
     assert found["metrics"]["loss"] == pytest.approx(alone["metrics"]["loss"], rel=2e-5)
 
 
+def test_ftrl_under_two_meshes(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    changes = {"train.steps": 4, "train.optimizer": {"name": "ftrl", "lr": 0.05, "l1": 1e-4}}
+    expected = losses(launch.train(models.job("encoder", tmp_path, changes), tmp_path / "reference"))
+    first = models.job("encoder", tmp_path, {**changes, **parse_strategy("tensor=2,shard=2"), "train.steps": 2})
+    run = launch.train(first, tmp_path / "run")
+    run = launch.resume(run.path, {**parse_strategy("shard=3"), "train.steps": 4})
+    assert losses(run) == pytest.approx(expected, rel=2e-5)
+
+
 @pytest.mark.parametrize("mesh", ["tensor=2,pipeline=2", "shard=2,data=2", "shard=2,pipeline=2"])
 def test_bf16_with_validation_and_prediction(mesh: str, shared_cluster: LocalCluster, tmp_path: Path) -> None:
     """A stage after the other under a divided mesh: the numbers are those of one process within bf16's rounding."""

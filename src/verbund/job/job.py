@@ -102,6 +102,12 @@ class Job(Section):
             problems.append(
                 "`train.batch_norm` `global` needs islands that compute a global batch together; use `group`"
             )
+        if self.data.loaders:
+            problems.append("`data.loaders` cannot know early enough which tickets come: leave it at 0")
+        if self.strategy.compression.name != "none":
+            problems.append(
+                "`strategy.compression` is for gradients that are added up between workers, not for servers"
+            )
         if self.data.placement == "island" and not exchange.divided:
             problems.append(
                 "`data.placement` `island` goes with islands that share every global batch, not `asynchronous`"

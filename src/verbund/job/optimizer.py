@@ -20,7 +20,8 @@ class Group(Section):
 
 
 class Optimizer(Section):
-    """A `torch.optim` optimiser by name; every other key is one of its arguments."""
+    """A `torch.optim` optimiser by name, or `ftrl` (FTRL-proximal, with the arguments `beta` 1, `l1` 0 and `l2` 0);
+    every other key is one of its arguments."""
 
     model_config = ConfigDict(extra="allow")
     shorthand = "name"

@@ -75,3 +75,8 @@ class Strategy(Section):
     def world(self) -> int:
         """The number of workers."""
         return math.prod(self.mesh.values()) * self.islands
+
+    @property
+    def inside(self) -> Strategy:
+        """The strategy of one island by itself."""
+        return self.model_copy(update={"islands": 1, "exchange": Exchange()})

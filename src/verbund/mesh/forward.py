@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,19 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
+class Tables(Protocol):
+    """The model's embedding tables, where they lie elsewhere."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of their tensors."""
+        ...
+
+    def fetch(self, wanted: Mapping[str, Tensor]) -> None:
+        """Brings rows, by the module of their table, before the forward pass that uses them."""
+        ...
+
+
 class ForwardPass:
     """The model and its loss, called with micro-batches.
 
@@ -60,6 +73,7 @@ class ForwardPass:
         self.model = model
         self._task, self._loss, self._train = task, loss, train
         self._randomness, self._device, self._synchronised = randomness, device, synchronised
+        self.tables: Tables | None = None
 
     def loss(self, batch: Batch, step: int, run: Callable[[Any], Any] | None = None) -> Any:
         """The loss of a micro-batch; or, where `run` computes a pipeline stage that is not the last, its `Boundary`."""
@@ -94,10 +108,12 @@ class ForwardPass:
         return torch.autocast(self._device.type, dtype=_TYPES[self._train.precision])
 
     def placed(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The columns on the device that computes."""
-        if self._device.type == "cpu":
-            return columns
-        return {name: value.to(self._device, non_blocking=True) for name, value in columns.items()}
+        """The columns on the device that computes; their rows of tables that lie elsewhere have been brought."""
+        if self._device.type != "cpu":
+            columns = {name: value.to(self._device, non_blocking=True) for name, value in columns.items()}
+        if self.tables is not None and self._task.rows is not None:
+            self.tables.fetch(self._task.rows(columns))
+        return columns
 
     def _bad_target(self, output: Any, targets: Any, batch: Batch) -> DataError | None:
         """What is wrong with the data, if that is why the loss could not be computed."""

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from verbund.errors import InputError, JobError, Problem, RunFailed, TaskError, nearest
 from verbund.job import Group, Optimizer
+from verbund.mesh.ftrl import FTRL
 from verbund.mesh.schedule import BASE
 
 # Optimisers that treat every element for itself: a share of a parameter can be trained by them.
 ELEMENTWISE = frozenset(
-    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd")
+    ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "rmsprop", "rprop", "adagrad", "adadelta", "asgd", "ftrl")
 )
 _REFUSED = {
     "lbfgs": "`lbfgs` evaluates the loss several times a step, on whole batches that are not at hand then",
@@ -77,13 +78,16 @@ def build(
     for group in filled:
         group[BASE] = group["lr"]
     try:
-        return kind(filled, **{**base, **_implementation(kind, base, [p for _, p in trained])})
+        built = kind(filled, **{**base, **_implementation(kind, base, [p for _, p in trained])})
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(
             f"`{spec.name}` cannot train this model: {_sentence(error)}",
             where="train.optimizer",
             fix="Choose another optimiser, or give the arguments it needs",
         ) from error
+    if isinstance(built, torch.optim.SGD):
+        built.register_step_pre_hook(_missing_moments)
+    return built
 
 
 def state_share(spec: Optimizer) -> float:
@@ -200,8 +204,8 @@ class LossScale:
 
 @functools.cache
 def _classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The optimisers of `torch.optim` by their names in lower case, without those that are refused."""
-    found = {}
+    """The optimisers by their names in lower case: those of `torch.optim` that are not refused, and our own."""
+    found: dict[str, Callable[..., torch.optim.Optimizer]] = {"ftrl": FTRL}
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
             found[name.lower()] = kind
@@ -356,6 +360,25 @@ def _plain_step(original: Callable[..., Any], step: Callable[..., Any]) -> Calla
             torch.set_grad_enabled(before)
 
     return plain
+
+
+@torch.no_grad()
+def _missing_moments(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Begins the moments of parameters that are used for the first time where others have theirs, which the fused SGD
+    cannot: such that after its step they are the gradient, as in the implementations that can."""
+    for group in optimizer.param_groups:
+        if not (momentum := group["momentum"]) or not group["fused"]:
+            continue
+        used = [parameter for parameter in group["params"] if parameter.grad is not None]
+        missing = [p for p in used if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if len(missing) == len(used):
+            continue
+        for parameter in missing:
+            moments = torch.zeros_like(parameter)
+            if dampening := group["dampening"]:
+                moments.add_(parameter.grad, alpha=-1.0 if group["maximize"] else 1.0)
+                moments.add_(parameter, alpha=group["weight_decay"]).mul_(dampening / momentum)
+            optimizer.state[parameter]["momentum_buffer"] = moments
 
 
 def _sentence(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from verbund.checkpoint.piece import Piece
 from verbund.data.loader import Batch
-from verbund.errors import TaskError
+from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
@@ -21,7 +21,7 @@ from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
-from verbund.mesh.forward import ForwardPass, call
+from verbund.mesh.forward import ForwardPass, Tables, call
 from verbund.mesh.gradients import add_up, norm
 from verbund.mesh.groups import Groups
 from verbund.mesh.initial.of_task import first_values, recorded_task
@@ -33,6 +33,7 @@ from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
 from verbund.sums import Sums
+from verbund.tables import bare, train_densely
 from verbund.task import Task
 
 Doing = Callable[[str, int], None]
@@ -59,6 +60,7 @@ class Replica:
         costs: of each layer, for pipeline stages.
         deferred: build the model without values and fill only this worker's part, if its constructor allows it.
         unbuilt: the task's model without values, where it is only to be looked at.
+        take_tables: takes the embedding tables out of the model, where they lie elsewhere.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Replica:
         costs: list[float] | None = None,
         deferred: bool = False,
         unbuilt: nn.Module | None = None,
+        take_tables: Callable[[nn.Module], Tables] | None = None,
     ) -> None:
         self.task = task
         self.train: Train = job.train
@@ -86,9 +89,19 @@ class Replica:
         recorded = recorded_task(task, job.seed) if deferred and mesh.divides_model else None
         model = unbuilt
         if model is None:
-            model = recorded.model if recorded is not None else task.build().to(self.device)
+            with bare() if take_tables is not None else nullcontext():
+                model = recorded.model if recorded is not None else task.build().to(self.device)
         self.model = model
-        if not any(p.requires_grad for p in model.parameters()):
+        tables = take_tables(model) if take_tables is not None else None
+        if tables is not None and tables.names and mesh.divides_model:
+            raise InputError(
+                f"the table `{tables.names[0]}` lies on servers, and the mesh divides the model",
+                where="strategy.mesh",
+                fix="Use the axis `data` alone, or an embedding that is neither sparse nor a `Table`",
+            )
+        self.densely = train_densely(model)
+        """Tables that were declared sparse, and are trained with dense gradients."""
+        if not any(p.requires_grad for p in model.parameters()) and not (tables is not None and tables.names):
             raise TaskError("no parameter of the model requires a gradient", where=str(task.file))
         self.statistics = batch_statistics.has_batch_statistics(model)
         self._whole_batch = self.statistics and job.train.batch_norm == "global"
@@ -120,7 +133,8 @@ class Replica:
         if not trained:  # all that this worker's stages hold is frozen
             self.names, self.parameters = [""], [_placeholder(model)]
         named = list(zip(self.names, self.parameters, strict=True))
-        self.optimizer = optimizer.build(named, job.train.optimizer, divided.names)
+        elsewhere = tables.names if tables is not None else []
+        self.optimizer = optimizer.build(named, job.train.optimizer, [*divided.names, *elsewhere])
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
@@ -152,6 +166,7 @@ class Replica:
             column.local = self._local_logits
         called: Callable[..., Any] = torch.compile(model) if job.train.compile else model
         self._forward = ForwardPass(called, task, loss, job.train, self.randomness, self.device, synchronised)
+        self.tables = tables
         # Collectives of the passes themselves must not change places with those of the buckets.
         before_last = self._sums.overlap if not self.joins_forward else lambda: None
         self._passes = Passes(model, divided, self._forward, self.buffers, mesh, job.strategy, before_last)
@@ -166,6 +181,15 @@ class Replica:
         """Whether the forward pass has collectives with workers that have other samples, so that a worker without
         samples must still make one."""
         return self.groups.batch.world > 1 and (self._whole_batch or self.mesh.shard > 1)
+
+    @property
+    def tables(self) -> Tables | None:
+        """What brings the rows that the task's `rows` names, where tables lie elsewhere."""
+        return self._forward.tables
+
+    @tables.setter
+    def tables(self, tables: Tables | None) -> None:
+        self._forward.tables = tables
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""
@@ -263,19 +287,10 @@ class Replica:
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        size = sum(self.joint(sizes))
-        if size:
-            self.buffers.apply(sums.extra, size)
-        if sums.weight == 0:
+        factor = self.settle(sizes, sums)
+        if factor is None:
             return False
         gradients = self._sums.gradients()
-        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
-        if self.loss_scale is not None or self.train.clip_norm is not None:
-            length = self._norm(gradients) * factor
-            if self.loss_scale is not None and not self.loss_scale.update(length):
-                return False
-            if self.train.clip_norm is not None and length > self.train.clip_norm:
-                factor *= self.train.clip_norm / length
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
@@ -283,6 +298,27 @@ class Replica:
         if self.ema is not None:
             self.ema.update()
         return True
+
+    def settle(self, sizes: Sequence[int], sums: StepSums) -> float | None:
+        """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
+        divided by the weight, unscaled and clipped.
+
+        Returns:
+            The factor; None if the step is to be left out.
+        """
+        size = sum(self.joint(sizes))
+        if size:
+            self.buffers.apply(sums.extra, size)
+        if sums.weight == 0:
+            return None
+        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
+        if self.loss_scale is not None or self.train.clip_norm is not None:
+            length = self._norm(self._sums.gradients()) * factor
+            if self.loss_scale is not None and not self.loss_scale.update(length):
+                return None
+            if self.train.clip_norm is not None and length > self.train.clip_norm:
+                factor *= self.train.clip_norm / length
+        return factor
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
@@ -304,7 +340,7 @@ class Replica:
                 raise TaskError(
                     f"`{name}` has sparse gradients, which are not added up over workers",
                     where=str(self.task.file),
-                    fix="Build the embedding with sparse=False",
+                    fix="Call torch.nn.functional.embedding without sparse=True; of modules it is taken away",
                 )
         self.optimizer.step()
 
@@ -313,8 +349,8 @@ class Replica:
     def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
         """Output, targets and loss of one evaluation batch, on the worker that has the output, else None; `averaged`
         decides which weights are used."""
-        columns = self._forward.placed(batch.columns)
         with torch.inference_mode(), self._forward.autocast():
+            columns = self._forward.placed(batch.columns)
             output = self._output(self.task.inputs(columns), batch.ticket)
             if output is None or not self.speaks:
                 return None
@@ -388,4 +424,5 @@ class Replica:
 
 def _placeholder(model: nn.Module) -> nn.Parameter:
     """A parameter without elements, which is trained and saved nowhere."""
-    return nn.Parameter(torch.zeros(0, dtype=next(model.parameters()).dtype))
+    first = next(model.parameters(), None)
+    return nn.Parameter(torch.zeros(0, dtype=first.dtype if first is not None else torch.float32))

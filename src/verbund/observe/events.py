@@ -17,6 +17,8 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     held         bytes of the model's state that the process holds, by kind, and `whole`, those of one process alone
     exchange     how islands that train alone combined what they learnt: `observe.compression` reads it
     compression  what gradients travelled as, and what came of it: `observe.compression` reads it
+    served       of a worker that pushes to servers: staleness of its updates, and counts
+    server       what a parameter server counts
     energy       joules so far
     event        anything rare: membership, checkpoints, failures, notes for the report
     end          the process closed its journal

@@ -25,6 +25,7 @@ HELD = ("parameters", "gradients", "optimizer", "ema", "buffers", "compression",
 """What `held` says the bytes of."""
 COMPRESSION = ("workers", "steps", "bytes_without", "bytes_with", "seconds", "left_out", "summed")
 """What `compression` and `exchange` count."""
+_COUNTS = 64
 _FILES_LIMIT = 100_000
 _DAMAGE_LIMIT = 1000
 _BIG = 1 << 62
@@ -57,6 +58,8 @@ class ProcessJournal:
         held: bytes of the model's state by kind, and `whole`; None if not measured.
         compression: what gradients travelled as (`method`) and counts of what came of it; None if as they were.
         exchange: how islands that train alone combined what they learnt (`method`, `compression`), and the same counts.
+        served: of a worker that pushes to servers: `staleness` ([value, updates]) and counts.
+        server: of a parameter server: its counts.
         joules: energy and how it was measured; None if not measured.
         begin: when the process is first heard of.
         end: when it is last heard of.
@@ -89,6 +92,8 @@ class ProcessJournal:
     held: dict[str, int] | None = None
     compression: dict[str, Any] | None = None
     exchange: dict[str, Any] | None = None
+    served: dict[str, Any] | None = None
+    server: dict[str, float] | None = None
     joules: tuple[float, str] | None = None
     begin: int = 0
     end: int = 0
@@ -291,12 +296,35 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
         if all(isinstance(n, (int, float)) and 0 <= n < _BIG for n in counts.values()):
             named = {name: str(line[name])[:64] for name in ("method", "compression") if name in line}
             setattr(journal, kind, {"method": "", **named, **counts})
+    elif kind == "served":
+        journal.served = {**_counts(line), "staleness": _histogram(line.get("staleness"))}
+    elif kind == "server":
+        journal.server = _counts(line)
     elif kind == "energy":
         joules = line.get("joules")
         if isinstance(joules, (int, float)) and joules >= 0:
             journal.joules = (float(joules), str(line.get("how", ""))[:1000])
     elif kind == "end":
         journal.ended = True
+
+
+def _counts(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line that are not negative."""
+    found = {}
+    for key, value in list(line.items())[:_COUNTS]:
+        if key != "at" and type(value) in (int, float) and 0 <= value < _BIG:
+            found[str(key)[:64]] = value
+    return found
+
+
+def _histogram(raw: Any) -> list[tuple[int, int]]:
+    """Pairs of whole numbers, value and count; what is none is left out."""
+    pairs = (
+        [pair for pair in raw[:EVENT_LIMIT] if isinstance(pair, list) and len(pair) == 2]
+        if isinstance(raw, list)
+        else []
+    )
+    return [(v, n) for v, n in pairs if type(v) is int and type(n) is int and 0 <= v < _BIG and 0 <= n < _BIG]
 
 
 def _links(raw: Any) -> dict[str, tuple[int, int]] | None:

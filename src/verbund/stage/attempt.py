@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from verbund import task
-from verbund.cluster.process import Cluster, Process
+from verbund.cluster.process import Cluster, Process, ProcessSpec
+from verbund.cluster.replacements import Replacements
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
@@ -16,14 +18,14 @@ from verbund.errors import ClusterLost, Interrupted, RunFailed, VerbundError
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
-from verbund.observe.events import Journal
+from verbund.observe.events import Journal, file_name
 from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
 from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.processes import with_trace, workers
+from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.stopping import Promises
 
 
@@ -45,7 +47,7 @@ def attempt(
         run.journal, "supervisor", 0, generation, limit_mb=job.observe.journal_mb, address=cluster.address
     )
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
-    commits = Commits(run, job.world, job.checkpoint, journal)
+    commits = Commits(run, _parts(job), job.checkpoint, journal)
     for note in facts.notes:
         journal.event("note", text=note, mesh=True)
         progress.message(note)
@@ -84,6 +86,7 @@ def attempt(
             journal.event("note", text=fields["text"])
             progress.message(fields["text"])
 
+    state = continuing.state_of(source)
     settings = settings_of(
         job,
         prepared,
@@ -95,16 +98,32 @@ def attempt(
         probe=facts.probe,
         data=continuing.data_of(prepared),
     )
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts)
-    promises = Promises(job.world, supervisor.tell_all)
     start = time.monotonic()
+    if job.strategy.exchange.served:
+        shutil.rmtree(run.servers, ignore_errors=True)  # of an attempt that was killed
+        settings |= _of_servers(job, facts, state, start)
+        specs = with_servers(cluster, job, settings, generation)
+    else:
+        specs = workers(job, "verbund.stage.train:work", settings, generation)
+    replaced: dict[tuple[str, int], int] = {}
+
+    def tell(fresh: list[ProcessSpec], why: str) -> None:
+        replaced.update({(spec.role, spec.rank): spec.life for spec in fresh})
+        names = ", ".join(spec.name for spec in fresh)
+        journal.event("replacement", processes=names, why=why)
+        progress.message(f"{why}: another process takes its place")
+
+    limits = job.cluster
+    budget = Replacements(units(job, specs), limits.replacements, limits.replacement_window, tell)
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, budget if job.strategy.exchange.served else None)
+    promises = Promises(job.world, supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
         if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
             journal.event("network", **network.measure(cluster, job, interrupts))
-        result = supervisor.run(workers(job, "verbund.stage.train:work", settings, generation))[0]
+        result = supervisor.run(specs)[0]
     except Failed as failed:
         cause = with_trace(failed)
         if isinstance(cause, ClusterLost):
@@ -127,10 +146,12 @@ def attempt(
         progress.close()
         if board is not None:
             board.close()
+    shutil.rmtree(run.servers, ignore_errors=True)
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
     if cause is None:
-        cause = _not_kept(run, commits, result["steps"], generation, job.world)
+        names = [file_name("worker", r, generation, replaced.get(("worker", r), 0)) for r in range(job.world)]
+        cause = _not_kept(run, commits, result["steps"], names)
         if cause is None and result["stopped_by"] == "interrupt":
             cause = _stopped(run, result)
     if cause is not None:
@@ -158,10 +179,30 @@ def attempt(
     return run
 
 
-def _not_kept(run: Run, commits: Commits, step: int, generation: int, world: int) -> VerbundError | None:
+def _parts(job: Job) -> int:
+    """How many parts make a checkpoint: one of each worker; or of each server, and of the workers of one island."""
+    exchange = job.strategy.exchange
+    return job.world // job.strategy.islands + exchange.servers if exchange.served else job.world
+
+
+def _of_servers(job: Job, facts: Facts, state: dict[str, Any], start: float) -> dict[str, Any]:
+    """What servers and their coordinator have to know besides."""
+    former = float(state.get("seconds", 0.0))
+    kept = ("best", "best_step", "patient", "validations_without_gain")
+    return {
+        "begin": int(state.get("step", 0)),
+        "begun": start - former,
+        "until": start - former + job.train.seconds if job.train.seconds is not None else None,
+        "judged": {key: state[key] for key in kept if key in state},
+        "tickets_per_epoch": facts.tickets_per_epoch,
+        "validates": facts.validation_samples > 0,
+    }
+
+
+def _not_kept(run: Run, commits: Commits, step: int, journals: list[str]) -> VerbundError | None:
     """Why what was trained is not whole on disk, if so: then the run has failed, whatever the workers say."""
     try:
-        run.check_there(*(f"worker-{rank}-{generation}.jsonl" for rank in range(world)))
+        run.check_there(*journals)
         commits.check_saved(step)
     except RunFailed as error:
         return error

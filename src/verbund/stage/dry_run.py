@@ -23,7 +23,7 @@ from verbund.errors import DataError, InputError, JobError, RunFailed, TaskError
 from verbund.job import Job, Strategy
 from verbund.mesh import device
 from verbund.mesh.axes import Division, Mesh
-from verbund.mesh.forward import call
+from verbund.mesh.forward import Tables, call
 from verbund.mesh.groups import Groups
 from verbund.mesh.probe import Probe, probe
 from verbund.mesh.replica import Replica
@@ -52,6 +52,7 @@ class DryRun:
         total_steps: as far as they are bounded.
         unbuilt: the model without values, where it does not fit into this process: nothing is computed then, but
             shapes are.
+        take_tables: takes the embedding tables out of the model, where they will lie elsewhere.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class DryRun:
         order: Order,
         total_steps: int | None,
         unbuilt: nn.Module | None = None,
+        take_tables: Callable[[nn.Module], Tables] | None = None,
     ) -> None:
         self._outputs = Outputs(task)
         self._job, self._task, self._prepared = job, self._outputs.watched, prepared
         self._train_set, self._order = train_set, order
         alone = job.model_copy(update={"strategy": Strategy()})
         place = device.choose(0, job.neighbours)
-        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(place), unbuilt=unbuilt)
+        self.replica = Replica(self._task, alone, Mesh(), Groups.alone(place), unbuilt=unbuilt, take_tables=take_tables)
         self._built = unbuilt is None
         self.activations = 0
         """Bytes that a forward pass keeps, of a model that was not built."""

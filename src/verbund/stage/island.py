@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
@@ -20,6 +22,7 @@ from verbund.data.sets import open_sets
 from verbund.job import AXES, Job
 from verbund.mesh import device
 from verbund.mesh.axes import Mesh
+from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
@@ -59,16 +62,28 @@ class Island:
     validation_set: Samples | None
     loaders: LoaderProcesses | None
     threads: int
+    number: int = 0
+    """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
 
-    def replica(self, worker: Worker) -> Replica:
-        """This worker's part of the model."""
+    def replica(self, worker: Worker, take_tables: Callable[[nn.Module], Tables] | None = None) -> Replica:
+        """This worker's part of the model, without its tables if they lie elsewhere."""
         example = None
         if self.mesh.divides_model:
             samples = self.train_set if len(self.train_set) else self.validation_set
             assert samples is not None
             example = example_of(samples)
         costs, deferred = worker.settings.get("costs"), bool(worker.settings.get("deferred", True))
-        return Replica(self.task, self.job, self.mesh, self.groups, worker.doing, example, costs, deferred)
+        return Replica(
+            self.task,
+            self.job,
+            self.mesh,
+            self.groups,
+            worker.doing,
+            example,
+            costs,
+            deferred,
+            take_tables=take_tables,
+        )
 
     @staticmethod
     def join(worker: Worker) -> Island:
@@ -79,7 +94,10 @@ class Island:
         """
         settings = worker.settings
         job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
-        rank = worker.spec.rank
+        rank, number = worker.spec.rank, 0
+        if job.strategy.exchange.served:
+            number, rank = divmod(rank, job.world // job.strategy.islands)
+            job = job.model_copy(update={"strategy": job.strategy.inside})
         place = device.choose(worker.spec.place, worker.spec.neighbours)
         threads = device.use_threads(job.cluster.threads, worker.spec.neighbours)
         task = tasks.load(job)
@@ -91,18 +109,18 @@ class Island:
         worker.supervise()
         worker.doing("meeting the other workers", 0)
         mesh = Mesh.of(job.strategy, rank)
-        groups = _meet(worker, job, mesh, place)
+        groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number)
 
 
-def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device) -> Groups:
+def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str) -> Groups:
     timeout = job.cluster.step_deadline + 60.0
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        everybody = Group(Store(worker.ask, "island", timeout), mesh.rank, mesh.world, place, timeout, address)
+        everybody = Group(Store(worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
         return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)

@@ -270,6 +270,8 @@ def _evaluation_job(
     job: Job, workers: int | None, strategy: dict[str, Any] | None, cluster: dict[str, Any] | None
 ) -> Job:
     changes: dict[str, Any] = {**(strategy or {}), **(cluster or {})}
+    if job.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
+        changes = {"strategy.exchange": "all_reduce"} | changes
     if workers is not None:
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job

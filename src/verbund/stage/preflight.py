@@ -15,13 +15,16 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, VerbundError, nearest
+from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
 from verbund.mesh.axes import Mesh
+from verbund.mesh.replica import Replica
 from verbund.observe.memory import left_to_process, peak_bytes
 from verbund.stage import fit
 from verbund.stage.dry_run import DryRun
 from verbund.stage.validate import wanted
+from verbund.tables import begin_alike
 
 # What a model takes beside its tensors while it takes a step: activations, and what is there for a moment.
 _MARGIN = 1.25
@@ -67,8 +70,9 @@ def work(worker: Worker) -> dict[str, Any]:
         else:
             notes.append(_left_out(whole, room))
     before = peak_bytes()
+    take_tables = RemoteTables.install if job.strategy.exchange.served else None
     try:
-        dry = DryRun(job, task, prepared, train_set, order, total, unbuilt)
+        dry = DryRun(_tried(job), task, prepared, train_set, order, total, unbuilt, take_tables)
         found = dry.work(validation_set)
     except VerbundError as error:
         if not deferred and notes and "memory" in error.what:
@@ -97,6 +101,14 @@ def work(worker: Worker) -> dict[str, Any]:
         "notes": [*notes, *suits.notes],
     }
     return {"problems": [], "facts": facts}
+
+
+def _tried(job: Job) -> Job:
+    """The job whose batches a worker has: where each island has whole tickets, that of one island."""
+    exchange = job.strategy.exchange
+    if not exchange.served or exchange.divided:
+        return job
+    return job.model_copy(update={"strategy": job.strategy.inside})
 
 
 def _left_out(whole: int, room: int) -> str:
@@ -133,6 +145,19 @@ def _travel(what: str, compression: Compression, steps: int | None) -> list[str]
     return [f"{what} as `{method}`, which is inexact: results are not those of a single process"]
 
 
+def _table_notes(replica: Replica, job: Job) -> list[str]:
+    """What the user should know about the model's embedding tables."""
+    notes = []
+    if replica.densely and job.strategy.exchange.name != "parameter_server":
+        which, *others = replica.densely
+        what = f"`{which}` and {len(others)} more are" if others else f"`{which}` is"
+        notes.append(f"{what} declared sparse: without a parameter server the gradients are dense, which are the same")
+    return notes + [
+        f"{' and '.join(f'`{name}`' for name in names)} begin with equal rows: give them different seeds"
+        for names in begin_alike(replica.model)
+    ]
+
+
 def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     """What the user should know about how this job is divided."""
     notes = []
@@ -156,6 +181,7 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
             f"{idle} of {division.workers} workers have nothing to do: a global batch of {size} samples is "
             f"divided{unit}"
         )
+    notes += _table_notes(dry.replica, job)
     set_ = job.strategy.model_fields_set
     for axis, keys in (("pipeline", ("schedule", "chunks")), ("shard", ("zero",))):
         default = {key: type(job.strategy).model_fields[key].default for key in keys}
@@ -178,6 +204,13 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         notes.append(f"Islands train alone (`{exchange.name}`): results are not those of a single process")
         if exchange.compression.name != "none":
             notes += _travel("Differences travel", exchange.compression, total_steps(job, order))
+    elif exchange.served and (exchange.consistency != "bulk_synchronous" or exchange.backup):
+        how = (
+            "a step does not wait for all islands"
+            if exchange.backup
+            else f"the consistency is `{exchange.consistency}`"
+        )
+        notes.append(f"Results are not those of a single process: {how}")
     if job.data.placement == "island" and job.strategy.islands == 1:
         notes.append("`data.placement` has no effect with one island")
     cores = device.cores()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
-def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[str, Any]:
+def restore(path: Path, replica: Replica, weights_only: bool = False, elsewhere: Sequence[str] = ()) -> dict[str, Any]:
     """Fills the replica's parameters and buffers, and for training its optimiser and moving average.
 
     Args:
         path: a checkpoint that the supervising process has verified.
         replica: what is filled.
         weights_only: for validation and prediction: the moving average, if there is one, becomes the parameters.
+        elsewhere: names of parameters that others hold.
 
     Returns:
         the training's state as it was saved: step, samples, ….
@@ -33,7 +35,8 @@ def restore(path: Path, replica: Replica, weights_only: bool = False) -> dict[st
     with torch.no_grad():
         for kind in ("parameters", "buffers"):
             held = list(replica.pieces(kind))
-            same_names(kind, replica.state.all_names(kind), set(checkpoint.names(kind)), path)
+            model = replica.state.all_names(kind) | (set(elsewhere) if kind == "parameters" else set())
+            same_names(kind, model, set(checkpoint.names(kind)), path)
             for piece in held:
                 name = piece.name
                 source = "ema" if kind == "parameters" and name in averaged else kind

@@ -12,6 +12,7 @@ from verbund.comm.wire.dialler import dial
 from verbund.comm.wire.failure import Closed, Deadline, Refused, WireError
 from verbund.comm.wire.frames import Array, Message, Payload, Place
 from verbund.comm.wire.listener import Listener, listen
+from verbund.comm.wire.memory import Memory
 from verbund.comm.wire.replies import Replies, Reply
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Credentials",
     "Deadline",
     "Listener",
+    "Memory",
     "Message",
     "Payload",
     "Peer",

@@ -35,6 +35,19 @@ class Call:
         self.fields: dict[str, Any] = {}
         self.arrays: Mapping[str, Payload] = {}
         self.answer: Message | Exception | None = None
+        self.sending = 0
+        """Threads that send it."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the answer so long; whether `result` returns, or raises, at once."""
+        return self._calls._ended(self, seconds)
+
+    def give_up(self) -> None:
+        """Asks no more for the answer: its places do not change from now on, and the arrays are free.
+
+        Whether the request was done is not known.
+        """
+        self._calls._give_up(self)
 
     def result(self) -> Message:
         """Waits for the answer.
@@ -137,15 +150,20 @@ class Calls:
         """Sends a request and waits for its answer; see `start` and `Call.result`."""
         return self.start(kind, fields, timeout, into, **arrays).result()
 
-    def close(self) -> None:
-        """Ends the connection; requests under way end with `Closed`."""
+    def close(self, wait: bool = True) -> None:
+        """Ends the connection; requests under way end with `Closed`, and nothing of them is sent any more.
+
+        Args:
+            wait: until its thread has ended.
+        """
         with self._changed:
             self._closing = True
             connection = self._connection
             self._changed.notify_all()
         if connection is not None:
             connection.end()
-        self._thread.join(_CONNECT_SECONDS + 1)
+        if wait:
+            self._thread.join(_CONNECT_SECONDS + 1)
 
     def _room(self, size: int) -> bool:
         taken = sum(call.size for call in self._under_way.values())
@@ -161,20 +179,47 @@ class Calls:
                     call.answer = Closed(f"the calls to {self._name} are closed")
                 else:
                     self._changed.wait(left)
-            if self._receiving == call.number and self._connection is not None:
-                self._connection.end()  # its place must not change any more
-            self._changed.wait_for(lambda: self._receiving != call.number)
-            self._under_way.pop(call.number, None)
-            self._changed.notify_all()
+            self._leave(call)
         if isinstance(call.answer, Exception):
             raise call.answer
         if call.answer.kind == FAILED:
             raise from_record(call.answer.fields)
         return call.answer
 
+    def _ended(self, call: Call, seconds: float) -> bool:
+        seconds = min(seconds, call.deadline - time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: call.answer is not None or self._closing, max(seconds, 0.0))
+            return call.answer is not None or self._closing or time.monotonic() >= call.deadline
+
+    def _give_up(self, call: Call) -> None:
+        with self._changed:
+            call.answer = call.answer or Closed(f"a request to {self._name} was given up")
+            self._leave(call)
+
+    def _leave(self, call: Call) -> None:
+        """Takes a call off what is under way, as soon as nobody reads its arrays or writes its places."""
+        mine = self._receiving == call.number or (call.sending and not isinstance(call.answer, Message))
+        if mine and self._connection is not None:
+            self._connection.end()
+        self._changed.wait_for(lambda: self._receiving != call.number and not call.sending)
+        self._under_way.pop(call.number, None)
+        self._changed.notify_all()
+
     def _send(self, connection: Connection, call: Call) -> None:
         with self._changed:
+            if call.answer is not None or self._closing:
+                return
+            call.sending += 1
             answered = min(self._under_way, default=call.number)
+        try:
+            self._send_numbered(connection, call, answered)
+        finally:
+            with self._changed:
+                call.sending -= 1
+                self._changed.notify_all()
+
+    def _send_numbered(self, connection: Connection, call: Call, answered: int) -> None:
         fields = {**call.fields, REQUEST: [self._caller, call.number, answered]}
         try:
             connection.send(call.kind, fields, max(call.deadline - time.monotonic(), 1e-3), **call.arrays)

@@ -16,6 +16,7 @@ import xxhash
 from verbund.comm.wire import frames
 from verbund.comm.wire.failure import Closed, Deadline, WireError
 from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT, MAGIC, PREFIX, Array, Described, Message, Payload, Place
+from verbund.comm.wire.memory import Memory
 from verbund.comm.wire.stream import Plain, Stream, limit_silence, polled, receive_some, send_all
 
 STALL_SECONDS = 60.0
@@ -112,14 +113,17 @@ class Connection:
         finally:
             self._sending.release()
 
-    def receive(self, timeout: float | None = None, into: Places | None = None) -> Message:
+    def receive(
+        self, timeout: float | None = None, into: Places | None = None, memory: Memory | None = None
+    ) -> Message:
         """The next message.
 
         Args:
             timeout: seconds until the whole message must have arrived; None waits for ever and is for threads
                 whose peer's death closes the socket.
-            into: where arrays are received to without a copy; others get memory of their own. If the message turns
-                out damaged, these places hold whatever came.
+            into: where arrays are received to without a copy. If the message turns out damaged, these places hold
+                whatever came.
+            memory: where the others are received to; valid until the next message. None: memory of their own.
 
         Raises:
             Deadline: if `timeout` passed. If part of a message had come, the connection is of no further use.
@@ -142,7 +146,9 @@ class Connection:
         kind, fields, described = frames.decode(header, body_size, self._body_limit)
         places = (into(kind, fields) if callable(into) else into) or {}
         found = [(array, array.place(places[array.name]) if array.name in places else None) for array in described]
-        received = [(array, place, self._array(array, place, deadline, seen)) for array, place in found]
+        if memory is not None:
+            memory.begin()
+        received = [(array, place, self._array(array, place, memory, deadline, seen)) for array, place in found]
         if seen.intdigest() != check:
             raise WireError("a frame arrived damaged (its sum is wrong)")
         arrays = {}
@@ -154,8 +160,10 @@ class Connection:
         self.received_bytes += PREFIX.size + header_size + body_size
         return Message(kind, fields, arrays, frozenset(places).intersection(array.name for array in described))
 
-    def _array(self, array: Described, place: Array | None, deadline: float | None, seen: Any) -> Array:
-        raw = array.allocate() if place is None or array.packed else place
+    def _array(
+        self, array: Described, place: Array | None, memory: Memory | None, deadline: float | None, seen: Any
+    ) -> Array:
+        raw = array.allocate(memory.take if memory is not None else None) if place is None or array.packed else place
         if raw.size:
             self._fill(raw.reshape(-1).view(np.uint8).data, deadline, seen)
         return raw

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from typing import Any
 
 from verbund.comm.wire.address import Tcp, Unix, parse
 from verbund.comm.wire.connection import STALL_SECONDS, Connection, Peer
-from verbund.comm.wire.credentials import Credentials
+from verbund.comm.wire.credentials import Credentials, Secret
 from verbund.comm.wire.failure import Closed, Deadline, Refused, WireError
 from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT
 from verbund.comm.wire.handshake import Trust, ask, reason
@@ -29,7 +30,7 @@ def dial(
     """A connection to who listens at an address, within `timeout` seconds; the rest as for `listen`.
 
     Raises:
-        Closed: if nobody listens there.
+        Closed: if nobody listens there, or whoever did is gone.
         Refused: if one of the two does not trust the other.
         Deadline: if it took too long.
         InputError: if the address is none or not to be dialled without credentials, or the credentials cannot be used.
@@ -88,7 +89,9 @@ def _agreed(sock: socket.socket, where: Unix | Tcp, trust: Trust, deadline: floa
     except StopIteration as end:
         stream, names = end.value
         return stream, names
-    except (OSError, ValueError, Refused) as error:  # ssl's errors are among them
-        raise Refused(f"{where}: {reason(error)}") from None
+    except (OSError, ValueError, Closed, Refused) as error:  # ssl's errors are among them
+        # Where a secret proves everything, an end says nothing of trust: who was there may have been killed.
+        gone = isinstance(error, Closed | ConnectionError | ssl.SSLEOFError) and isinstance(trust.credentials, Secret)
+        raise (Closed if gone else Refused)(f"{where}: {reason(error)}") from None
     finally:
         steps.close()

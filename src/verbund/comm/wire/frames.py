@@ -17,7 +17,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -121,11 +121,13 @@ class Described:
             raise ValueError(f"the place for array {self.name} is not contiguous and writable")
         return view
 
-    def allocate(self) -> Array:
-        """Memory for what arrives."""
+    def allocate(self, take: Callable[[int], Array] | None = None) -> Array:
+        """Memory for what arrives; `take` gives so many bytes."""
         if self.packed or self.dtype == BFLOAT16:
             return np.empty(self.size, np.uint8)
-        return np.empty(self.shape, self.plain)
+        if take is None:
+            return np.empty(self.shape, self.plain)
+        return take(self.size).view(self.plain).reshape(self.shape)
 
     def finish(self, raw: Array, place: Array | None) -> Array:
         """Makes an array of what arrived, and checks it.

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from verbund.comm.wire import tls
 from verbund.comm.wire.credentials import Certificates, Secret
-from verbund.comm.wire.failure import Refused, WireError
+from verbund.comm.wire.failure import Closed, Refused, WireError
 from verbund.comm.wire.stream import Plain, Stream
 
 _GREETING = b"verbund1"
@@ -149,7 +149,7 @@ def _take(stream: Stream, size: int) -> Steps[bytes]:
             yield select.POLLIN
             continue
         if count == 0:
-            raise Refused("the peer closed the connection before the two had agreed")
+            raise Closed("the peer closed the connection before the two had agreed")
         view = view[count:]
     return bytes(taken)
 

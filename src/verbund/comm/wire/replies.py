@@ -17,6 +17,7 @@ from verbund.comm.wire.calls import FAILED, REPLY, REQUEST
 from verbund.comm.wire.connection import Connection, Places
 from verbund.comm.wire.failure import WireError
 from verbund.comm.wire.frames import Message, Payload
+from verbund.comm.wire.memory import Memory
 from verbund.errors import RunFailed, VerbundError, shortened, text_of
 
 _CALLERS = 4096
@@ -69,16 +70,17 @@ class Replies:
         self._lock = threading.Lock()
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
 
-    def serve(self, connection: Connection, into: Places | None = None) -> None:
+    def serve(self, connection: Connection, into: Places | None = None, memory: Memory | None = None) -> None:
         """Answers what comes over a connection, until it ends; for a thread of its own.
 
         Args:
             connection: is closed at the end.
             into: where requests' arrays are received to.
+            memory: where the others are received to; valid until the request is answered.
         """
         try:
             while True:
-                self.answer(connection, connection.receive(None, into))
+                self.answer(connection, connection.receive(None, into, memory))
         except WireError:
             return
         finally:

@@ -87,6 +87,7 @@ class Binding:
         """Of this worker's dense and sum blocks, in the plan."""
         self._bound: list[_Place] = []
         self._before: dict[int, Tensor] = {}
+        self._aside: dict[int, Tensor] = {}
 
     def plan(self, settings: Exchange, optimizer: Optimizer, islands: int) -> Plan:
         """The plan of the whole model; all workers of the island call it together."""
@@ -117,12 +118,25 @@ class Binding:
         """The model's values of this worker's blocks, flat, by number."""
         return [(n, place.values().reshape(-1)) for n, place in zip(self.numbers, self._bound, strict=True)]
 
+    def targets(self) -> dict[int, Tensor]:
+        """Flat memory by number into which this worker's blocks are pulled: that of the model itself where it is
+        contiguous."""
+        found = {}
+        for number, place in zip(self.numbers, self._bound, strict=True):
+            values = place.values()
+            if values.is_contiguous():
+                found[number] = values.view(-1)
+            else:
+                found[number] = self._aside.setdefault(number, torch.empty(place.block.count, dtype=values.dtype))
+        return found
+
     @torch.no_grad()
-    def fill(self, values: Sequence[Tensor]) -> None:
-        """Gives the model what was pulled, flat, in the order of `numbers`; all workers of the island call it."""
-        targets = [place.values() for place in self._bound]
-        if targets:
-            torch._foreach_copy_(targets, [v.view(t.shape) for v, t in zip(values, targets, strict=True)])
+    def pulled(self) -> None:
+        """What was pulled into `targets` becomes the model's; all workers of the island call it."""
+        for number, place in zip(self.numbers, self._bound, strict=True):
+            if (aside := self._aside.get(number)) is not None:
+                values = place.values()
+                values.copy_(aside.view(values.shape))
         self._spread()
 
     @torch.no_grad()

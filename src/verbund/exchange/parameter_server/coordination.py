@@ -155,28 +155,25 @@ class Coordination:
             self._thread = threading.Thread(target=self._watch, name="view", daemon=True)
             self._thread.start()
 
-    @property
-    def view(self) -> View:
+    def newest(self) -> View:
         """The newest view that is known here; waits for the first.
 
         Raises:
             RunFailed: if there is none in time.
         """
-        return self.newer(-1, self._deadline)
-
-    def newer(self, number: int, timeout: float) -> View:
-        """A view with a number above `number`.
-
-        Raises:
-            RunFailed: if there is none in time.
-        """
         with self._changed:
-            known = self._changed.wait_for(lambda: self._knows(number) or self._trouble is not None, timeout)
+            self._changed.wait_for(lambda: self._view is not None or self._trouble is not None, self._deadline)
             if self._trouble is not None:
                 raise self._trouble
-            if not known or self._view is None:
-                raise RunFailed(f"the coordinator told of no change within {timeout:.0f} s")
+            if self._view is None:
+                raise RunFailed(f"the coordinator has told of no servers within {self._deadline:.0f} s")
             return self._view
+
+    def newer(self, than: int, seconds: float) -> View:
+        """A view of a higher number than this; after so many seconds whichever is the newest."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._knows(than) or self._trouble is not None, max(seconds, 0.0))
+        return self.newest()
 
     def close(self) -> None:
         """Ends the line."""
@@ -196,6 +193,8 @@ class Coordination:
                     continue
                 view = View.of(answer["view"])
             except (WireError, VerbundError) as error:
+                if self._closing:
+                    return
                 with self._changed:
                     lost = ClusterLost(f"the coordinator is gone: {error}")
                     self._trouble = error if isinstance(error, VerbundError) else lost

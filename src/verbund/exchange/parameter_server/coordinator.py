@@ -7,7 +7,6 @@ or all come to rest.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -203,13 +202,17 @@ class Coordinator:
         self._events += 1
 
     def _recall(self) -> None:
-        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # torn: whoever told it has no answer, and tells it again
-                name, *values = json.loads(line)
-                getattr(self, f"_take_{name}")(*values)
-                self._events += 1
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = raw.rfind(b"\n") + 1
+        if whole < len(raw):  # torn: whoever told it has no answer, and tells it again
+            os.truncate(self._path, whole)
+        for line in raw[:whole].splitlines():
+            name, *values = json.loads(line)
+            getattr(self, f"_take_{name}")(*values)
+            self._events += 1
 
     def _compact(self) -> None:
         state = {

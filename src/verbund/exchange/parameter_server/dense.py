@@ -16,15 +16,21 @@ class Dense:
         block: which.
         values: flat; they become the block's.
         optimizer: takes the block in.
-        state: what an optimiser had of it elsewhere.
+        state: what an optimiser had of it elsewhere, by torch's keys; it becomes the block's.
     """
 
     def __init__(
         self, block: Block, values: Tensor, optimizer: ServerOptimizer, state: dict[str, Tensor] | None = None
     ) -> None:
-        self._optimizer = optimizer
+        self.block = block
         self.parameter = nn.Parameter(values.view(block.length))
-        optimizer.add(block.name, self.parameter, state)
+        self.first = optimizer.first_state(block.name, values.dtype)
+        self._optimizer = optimizer
+        shaped = {
+            key: value.view(block.length) if key in self.first.moments else value
+            for key, value in (state or {}).items()
+        }
+        optimizer.add(block.name, self.parameter, shaped)
 
     @property
     def values(self) -> Tensor:
@@ -32,7 +38,7 @@ class Dense:
         return self.parameter.detach().view(-1)
 
     def state(self) -> dict[str, Tensor]:
-        """The optimiser's, by torch's keys."""
+        """The optimiser's, by torch's keys; empty before the first step."""
         return {key: value for key, value in self._optimizer.state(self.parameter).items() if isinstance(value, Tensor)}
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -48,13 +54,18 @@ class Sum:
     """Values that pushes are added to.
 
     Args:
+        block: which.
         values: flat; they become the block's.
     """
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, block: Block, values: Tensor) -> None:
+        self.block = block
         self.values = values
 
     def add(self, total: Tensor) -> None:
         """Adds up."""
         with torch.no_grad():
             self.values.add_(total)
+
+    def close(self) -> None:
+        """Nothing else knows of it."""

@@ -6,8 +6,8 @@ A deterministic state machine: the same calls in the same order give the same bi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,34 +15,39 @@ from torch import Tensor
 from verbund.checkpoint.piece import Piece, dtype_name
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import InputError
+from verbund.exchange.parameter_server import saved
+from verbund.exchange.parameter_server.aggregation import Ticket
+from verbund.exchange.parameter_server.checks import check_head, check_part, wrong_rows
 from verbund.exchange.parameter_server.dense import Dense, Sum
+from verbund.exchange.parameter_server.history import History, compensate
+from verbund.exchange.parameter_server.image import Image, Store, store_of, tensors_of
 from verbund.exchange.parameter_server.ledger import Ledger
 from verbund.exchange.parameter_server.plan import Block, Plan
 from verbund.exchange.parameter_server.push import Outcome, Part, Push
 from verbund.exchange.parameter_server.server_optimizer import ServerOptimizer
+from verbund.exchange.parameter_server.tables import Table
 
-
-@dataclass(frozen=True)
-class Image:
-    """All that a server has of one block: for a replica, a snapshot, a beginning.
-
-    Args:
-        block: its number.
-        fields: JSON values.
-        tensors: by name.
-    """
-
-    block: int
-    fields: dict[str, Any]
-    tensors: dict[str, Tensor]
+__all__ = ["Holdings", "Image"]
 
 
 @dataclass
 class _Held:
-    block: Block
-    store: Dense | Sum
+    store: Store
     version: int
     ledger: Ledger
+    tickets: dict[int, Ticket] = field(default_factory=dict)  # synchronous: not taken yet
+    history: History | None = None
+    buffer: Tensor | None = None  # for the next gradient of a dense block
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A gradient that is there, of a block; of a `sum` block what is to be added."""
+
+    held: _Held
+    gradient: Tensor
+    rows: Tensor | None  # of the block
+    rate: float
 
 
 class Holdings:
@@ -57,6 +62,7 @@ class Holdings:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self._synchronous = plan.rule.consistency == "synchronous"
         self._optimizer = ServerOptimizer(plan.optimizer, sorted({block.name for block in plan.blocks}))
         self._held: dict[int, _Held] = {}
 
@@ -67,7 +73,8 @@ class Holdings:
 
         Args:
             block: its number.
-            values: its first values, of any shape; copied. None: of a table whose rows are made when they are needed.
+            values: its first values, of any shape; copied. None or empty: of a table with `born`, whose rows are then
+                made when they are needed.
             version: its first version, and under a synchronous rule its first ticket.
             optimizer: what an optimiser had of it elsewhere, by torch's keys; copied.
 
@@ -75,27 +82,69 @@ class Holdings:
             InputError: if they do not fit the block.
         """
         found = self._block(block)
-        if found.kind == "rows":
-            raise NotImplementedError
-        if values is None or values.numel() != found.count or dtype_name(values.dtype) != found.dtype:
-            raise InputError(f"block {block} (`{found.name}`) begins with values of another shape or dtype")
+        where = f"block {block} (`{found.name}`)"
+        if values is not None and not values.numel() and found.count:
+            values = None
+        if values is None and not (found.kind == "rows" and found.born):
+            raise InputError(f"{where} begins without values")
+        if values is not None and (values.numel() != found.count or dtype_name(values.dtype) != found.dtype):
+            wanted = f"{found.dtype} {list(found.length)}"
+            raise InputError(f"{where} is {wanted}, and begins with {dtype_name(values.dtype)} {list(values.shape)}")
+        if found.kind != "sum" and not getattr(torch, found.dtype).is_floating_point:
+            raise InputError(f"{where} holds {found.dtype}, which no optimiser steps")
         self.drop(block)
-        own = values.detach().reshape(-1).clone()
-        store = Sum(own) if found.kind == "sum" else Dense(found, own, self._optimizer, optimizer)
-        self._held[block] = _Held(found, store, version, Ledger(self.plan.rule.shares))
+        own = None if values is None else values.detach().reshape(-1).clone()
+        state = {key: value.clone() for key, value in (optimizer or {}).items()}
+        store: Store
+        if found.kind == "sum":
+            assert own is not None
+            store = Sum(found, own)
+        elif found.kind == "dense":
+            assert own is not None
+            store = Dense(found, own, self._optimizer, state)
+        else:
+            store = Table(found, self._optimizer, own)
+            if state:
+                store.put(torch.arange(found.length[0]), store.gather(torch.arange(found.length[0])), state)
+        self._begin(block, store, version)
 
     def put(self, image: Image) -> None:
         """Takes a block as another server had it, in place of what is here. The image's tensors become the block's."""
-        raise NotImplementedError
+        block = self._block(image.block)
+        self.drop(image.block)
+        fields = image.fields
+        held = _Held(
+            store_of(block, image, self._optimizer),
+            int(fields["version"]),
+            Ledger.of(fields["ledger"], self.plan.rule.shares),
+        )
+        for ticket, record in fields["tickets"]:
+            held.tickets[int(ticket)] = Ticket.of(record, image.part(f"tickets/{ticket}/"))
+        if fields["history"] is not None:
+            held.history = History.of(fields["history"], image.part("history/"))
+        self._held[image.block] = held
 
     def image(self, block: int, copy: bool = True) -> Image:
-        """All of a block. Without `copy` its tensors are the block's own: valid until the next change."""
-        raise NotImplementedError
+        """All of a block. Without `copy` its tensors may be the block's own: valid until the next change."""
+        held = self._here(block)
+        tensors = tensors_of(held.store)
+        for number, ticket in held.tickets.items():
+            tensors |= {f"tickets/{number}/{name}": tensor for name, tensor in ticket.tensors().items()}
+        if held.history is not None:
+            tensors |= {f"history/{name}": tensor for name, tensor in held.history.tensors().items()}
+        fields: dict[str, Any] = {
+            "version": held.version,
+            "ledger": held.ledger.record(),
+            "tickets": [[number, held.tickets[number].fields()] for number in sorted(held.tickets)],
+            "history": None if held.history is None else held.history.fields(),
+            "lazy": isinstance(held.store, Table) and held.store.lazy,
+        }
+        return Image(block, fields, {name: tensor.clone() for name, tensor in tensors.items()} if copy else tensors)
 
     def drop(self, block: int) -> None:
         """Lets go of a block, if it is here."""
         held = self._held.pop(block, None)
-        if held is not None and isinstance(held.store, Dense):
+        if held is not None:
             held.store.close()
 
     def __contains__(self, block: int) -> bool:
@@ -105,22 +154,32 @@ class Holdings:
         """How many tickets a block has taken, on top of the version that it began with."""
         return self._here(block).version
 
+    def missing(self, block: int) -> list[int]:
+        """The shares of a block's next ticket that have not come."""
+        held = self._here(block)
+        ticket = held.tickets.get(held.version)
+        return sorted(set(range(self.plan.rule.shares)) - (ticket.shares if ticket is not None else set()))
+
     def check(self, push: Push) -> None:
         """Looks whether `apply` can take a push.
 
         Raises:
             InputError: saying what is wrong with it.
         """
+        check_head(push, self.plan.rule)
         for part in push.parts:
-            self._here(part.block)
+            held = self._here(part.block)
+            check_part(push, part, held.store.block, held.version, held.ledger.low, self.plan.rule)
 
+    @torch.no_grad()
     def apply(self, push: Push) -> list[Outcome]:
         """Takes a push that `check` has passed, of blocks that are all here. Its tensors are neither changed nor kept.
 
         Returns:
             What became of each part.
         """
-        return [self._apply(push, part) for part in push.parts]
+        held = [self._here(part.block) for part in push.parts]
+        return self._share(push, held) if self._synchronous else self._at_once(push, held)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
         """The values of blocks of one dtype that are no tables, flat, one after the other: a copy.
@@ -128,10 +187,19 @@ class Holdings:
         Raises:
             InputError: if a block is not here, is a table, or has another dtype than the first.
         """
-        return torch.cat([self._here(block).store.values for block in blocks])
+        found = []
+        for number in blocks:
+            store = self._here(number).store
+            if isinstance(store, Table):
+                raise InputError(f"block {number} (`{store.block.name}`) is a table, which is read by rows")
+            found.append(store.values)
+            if found[0].dtype != found[-1].dtype:
+                raise InputError(f"block {number} (`{store.block.name}`) has another dtype than block {blocks[0]}")
+        return torch.cat(found) if found else torch.empty(0)
 
     def read_rows(self, block: int, rows: Tensor) -> Tensor:
-        """Rows of a table, [len(rows), width], in any order: a copy. Those that nobody has changed yet are made.
+        """Rows of a table, [len(rows), width], in any order: a copy. Those that no push has changed yet may be made for
+        it, and are not kept.
 
         Args:
             block: its number.
@@ -140,40 +208,151 @@ class Holdings:
         Raises:
             InputError: if the block is not here or no table, or rows lie outside of it.
         """
-        raise NotImplementedError
+        store = self._here(block).store
+        if not isinstance(store, Table):
+            raise InputError(f"block {block} (`{store.block.name}`) is no table")
+        if wrong := wrong_rows(rows, store.block):
+            raise InputError(wrong, where=f"block {block} (`{store.block.name}`)")
+        return store.gather(store.local(rows)).view(len(rows), store.block.width)
 
     def load(self, block: int, checkpoint: Checkpoint, version: int = 0) -> None:
         """Begins a block with what a universal checkpoint has of it: values, and the optimiser's state if it is there.
 
+        Args:
+            block: its number.
+            checkpoint: of any strategy.
+            version: as for `create`.
+
         Raises:
             CheckpointError: if the checkpoint does not fit.
         """
-        raise NotImplementedError
+        self.drop(block)
+        self._begin(block, saved.load(self._block(block), checkpoint, self._optimizer), version)
 
     def pieces(self, blocks: Iterable[int]) -> Iterator[Piece]:
-        """Blocks as pieces of a universal checkpoint: parameters, buffers (sums) and the optimiser's state.
+        """Blocks as pieces of a universal checkpoint: parameters, buffers (of sums) and the optimiser's state, and of
+        tables whose rows are made when they are needed also which rows there are (kind `exchange`).
 
-        They are the blocks' own memory: valid until the next change.
+        They may be the blocks' own memory: valid until the next change.
         """
-        raise NotImplementedError
+        for block in blocks:
+            yield from saved.pieces(self._here(block).store)
 
-    def _apply(self, push: Push, part: Part) -> Outcome:
-        held = self._here(part.block)
-        if not held.ledger.add(push.ticket, push.share):
-            return Outcome("known", held.version, None)
-        staleness = held.version - part.base
-        if part.values is not None and push.weight:
-            if isinstance(held.store, Sum):
-                held.store.add(part.values * push.scale)
+    def _begin(self, block: int, store: Store, version: int) -> None:
+        ledger = Ledger(self.plan.rule.shares, version if self._synchronous else 0)
+        history = History(version) if self.plan.rule.compensation and not isinstance(store, Sum) else None
+        self._held[block] = _Held(store, version, ledger, history=history)
+
+    def _at_once(self, push: Push, every: list[_Held]) -> list[Outcome]:
+        """The asynchronous rule: each part is a step."""
+        outcomes, steps = [], []
+        for held, part in zip(every, push.parts, strict=True):
+            held.ledger.forget(push.low)
+            if not held.ledger.add(push.ticket, push.share):
+                outcomes.append(Outcome("known", held.version, None))
+                continue
+            staleness = held.version - part.base
+            if step := self._lone_step(push, part, held, staleness):
+                steps.append(step)
+            held.version += 1
+            outcomes.append(Outcome("applied", held.version, staleness))
+        self._take(steps)
+        return outcomes
+
+    def _lone_step(self, push: Push, part: Part, held: _Held, staleness: int) -> _Step | None:
+        if held.history is not None:
+            held.history.seen(push.client, part.base)
+        if part.values is None:
+            return None
+        if isinstance(held.store, Sum):
+            return _Step(held, _scaled(part.values, push.scale, None), None, push.rate)
+        if not push.weight:
+            return None
+        rate = push.rate / max(staleness, 1) if self.plan.rule.staleness_aware else push.rate
+        rows = held.store.local(part.rows) if isinstance(held.store, Table) and part.rows is not None else None
+        gradient = _scaled(part.values, push.scale / push.weight, _buffer(held))
+        if held.history is not None:
+            now = held.store.values if isinstance(held.store, Dense) else held.store.gather(_given(rows))
+            then = held.history.at(part.base, now, rows)
+            if then is not None and staleness:
+                compensate(gradient, now.view(-1), then.view(-1), self.plan.rule.compensation)
+            held.history.replaced(held.version, now.clone() if rows is None else now, rows)
+        return _Step(held, gradient, rows, rate)
+
+    def _share(self, push: Push, every: list[_Held]) -> list[Outcome]:
+        """The synchronous rule: a ticket is taken when its shares are there."""
+        states: list[Literal["waiting", "known", "late"]] = []
+        for held, part in zip(every, push.parts, strict=True):
+            held.ledger.forget(min(push.low, held.version))
+            if not held.ledger.add(push.ticket, push.share):
+                states.append("known")
+            elif push.ticket < held.version:
+                states.append("late")
             else:
-                held.store.set_gradient(part.values * (push.scale / push.weight))
-                self._optimizer.step([held.store.parameter], push.rate)
-        held.version += 1
-        return Outcome("applied", held.version, staleness)
+                states.append("waiting")
+                ticket = held.tickets.get(push.ticket)
+                if ticket is None:
+                    ticket = held.tickets[push.ticket] = Ticket(push.rate, _buffer(held))
+                rows = held.store.local(part.rows) if isinstance(held.store, Table) and part.rows is not None else None
+                ticket.add(push.share, part.values, rows, push.scale, push.weight)
+        while self._take_due(every):
+            pass
+        outcomes: list[Outcome] = []
+        for held, part, state in zip(every, push.parts, states, strict=True):
+            if state == "waiting" and held.version > push.ticket:
+                outcomes.append(Outcome("applied", held.version, push.ticket - part.base))
+            else:
+                outcomes.append(Outcome(state, held.version, None))
+        return outcomes
+
+    def _take_due(self, every: list[_Held]) -> bool:
+        """Takes the next ticket of each of these blocks whose ticket is there; whether there was one."""
+        enough = self.plan.rule.shares - self.plan.rule.backup
+        steps, due = [], False
+        for held in every:
+            ticket = held.tickets.get(held.version)
+            if ticket is None or len(ticket) < enough:
+                continue
+            due = True
+            del held.tickets[held.version]
+            held.version += 1
+            weight = ticket.weight
+            total, rows = ticket.total()
+            if total is None or not (weight or isinstance(held.store, Sum)):
+                continue
+            if not isinstance(held.store, Sum):
+                total.div_(weight)
+            steps.append(_Step(held, total, rows, ticket.rate))
+        self._take(steps)
+        return due
+
+    def _take(self, steps: list[_Step]) -> None:
+        """Steps blocks: one call of the optimiser for all that have the same rate."""
+        by_rate: dict[float, list[_Step]] = {}
+        for step in steps:
+            if isinstance(step.held.store, Sum):
+                step.held.store.add(step.gradient)
+            else:
+                by_rate.setdefault(step.rate, []).append(step)
+        for rate, alike in by_rate.items():
+            parameters = []
+            for step in alike:
+                store = step.held.store
+                if isinstance(store, Table):
+                    store.set_gradient(_given(step.rows), step.gradient)
+                    parameters.append(store.parameter)
+                elif isinstance(store, Dense):
+                    store.set_gradient(step.gradient)
+                    parameters.append(store.parameter)
+                    step.held.buffer = step.gradient
+            self._optimizer.step(parameters, rate)
+            for step in alike:
+                if isinstance(step.held.store, Table):
+                    step.held.store.store()
 
     def _block(self, number: int) -> Block:
         if not 0 <= number < len(self.plan.blocks):
-            raise InputError(f"there is no block {number}", fix=f"The plan has {len(self.plan.blocks)}")
+            raise InputError(f"there is no block {number}: the plan has {len(self.plan.blocks)}")
         return self.plan.blocks[number]
 
     def _here(self, number: int) -> _Held:
@@ -182,3 +361,18 @@ class Holdings:
             block = self._block(number)
             raise InputError(f"block {number} (`{block.name}` {block.box}) is not here")
         return held
+
+
+def _buffer(held: _Held) -> Tensor | None:
+    """Memory for a gradient that the block does not need at present: the last one's."""
+    buffer, held.buffer = held.buffer, None
+    return buffer
+
+
+def _scaled(values: Tensor, factor: float, buffer: Tensor | None) -> Tensor:
+    return torch.mul(values, factor if values.is_floating_point() else int(factor), out=buffer)
+
+
+def _given(rows: Tensor | None) -> Tensor:
+    assert rows is not None  # of a table: `check` has seen to it
+    return rows

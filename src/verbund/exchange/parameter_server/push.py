@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from verbund.comm.wire import Array
+from verbund.errors import InputError
+from verbund.exchange.parameter_server.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,74 @@ class Push:
         }
 
     def arrays(self) -> dict[str, Tensor]:
-        """The tensors, one after the other: `values`, and `rows` where there are tables."""
-        values = [part.values for part in self.parts if part.values is not None]
-        rows = [part.rows for part in self.parts if part.rows is not None]
-        found = {}
-        if values:
-            found["values"] = values[0] if len(values) == 1 else torch.cat(values)
-        if rows:
-            found["rows"] = rows[0] if len(rows) == 1 else torch.cat(rows)
+        """The tensors: of the i-th part its values as `v<i>`, and its rows as `r<i>` where it is of a table."""
+        found: dict[str, Tensor] = {}
+        for number, part in enumerate(self.parts):
+            if part.values is not None:
+                found[f"v{number}"] = part.values
+            if part.rows is not None:
+                found[f"r{number}"] = part.rows
         return found
+
+    def of_blocks(self, blocks: Container[int]) -> Push:
+        """The same contribution, to these blocks alone."""
+        return replace(self, parts=[part for part in self.parts if part.block in blocks])
+
+    @staticmethod
+    def of(fields: Mapping[str, Any], arrays: Mapping[str, Array], plan: Plan) -> Push:
+        """The push that `fields` and `arrays` gave, whose tensors lie in the memory of the arrays.
+
+        Raises:
+            InputError: if it is none. Whether its parts fit their blocks is another question.
+        """
+        given = fields.get("parts")
+        if not isinstance(given, list):
+            raise InputError("a push has no list of parts")
+        parts = []
+        for number, item in enumerate(given):
+            if not (isinstance(item, list) and len(item) == 4 and all(type(n) is int and n >= 0 for n in item[:2])):
+                raise InputError(f"part {number} of a push is not block, version, whether it has values, rows")
+            if item[0] >= len(plan.blocks):
+                raise InputError(f"there is no block {item[0]}; there are {len(plan.blocks)}")
+            values = rows = None
+            if item[2]:
+                values = tensor_of(_array(arrays, f"v{number}"), plan.blocks[item[0]].dtype)
+            if item[3] is not None:
+                rows = tensor_of(_array(arrays, f"r{number}"))
+            parts.append(Part(item[0], item[1], values, rows))
+        if len({part.block for part in parts}) < len(parts):
+            raise InputError("a push names a block twice")
+        client, generation, ticket, share, low = (
+            _whole(fields, name) for name in ("client", "generation", "ticket", "share", "low")
+        )
+        scale, weight, rate = (_real(fields, name) for name in ("scale", "weight", "rate"))
+        return Push(client, generation, ticket, share, scale, weight, rate, low, parts)
+
+
+def tensor_of(array: Array, dtype: str = "") -> Tensor:
+    """A received array as a tensor; of bfloat16, which arrives as float32, if that is its `dtype`."""
+    tensor = torch.from_numpy(array)
+    return tensor.bfloat16() if dtype == "bfloat16" and tensor.dtype == torch.float32 else tensor
+
+
+def _array(arrays: Mapping[str, Array], name: str) -> Array:
+    if name not in arrays:
+        raise InputError(f"a push lacks the array `{name}` that it speaks of")
+    return arrays[name]
+
+
+def _whole(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < 0:
+        raise InputError(f"`{name}` of a push is a whole number from 0, not {value!r}")
+    return value
+
+
+def _real(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(f"`{name}` of a push is a finite number, not {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,22 @@ from verbund.errors import InputError
 from verbund.job import Optimizer
 from verbund.mesh import schedule
 from verbund.mesh.optimizer import ELEMENTWISE, build
+
+# What optimisers count or keep one number of, before their first step; `eta` is the learning rate.
+_NUMBERS = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}
+
+
+@dataclass(frozen=True)
+class FirstState:
+    """What an optimiser has of a block before its first step.
+
+    Args:
+        moments: by torch's key, what each element has: a scalar.
+        numbers: by torch's key, what there is one of.
+    """
+
+    moments: dict[str, Tensor]
+    numbers: dict[str, Tensor]
 
 
 class ServerOptimizer:
@@ -37,6 +54,7 @@ class ServerOptimizer:
         self._every = every
         self._names: dict[nn.Parameter, str] = {}
         self._states: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._first: dict[str, FirstState] = {}
         self._torch: torch.optim.Optimizer | None = None
 
     def add(self, name: str, parameter: nn.Parameter, state: dict[str, Tensor] | None = None) -> None:
@@ -58,6 +76,22 @@ class ServerOptimizer:
         found: dict[str, Any] = self._states[parameter]
         return found
 
+    def first_state(self, name: str, dtype: torch.dtype) -> FirstState:
+        """What there is of a block of the tensor `name` before its first step: told by a step that changes nothing."""
+        if name not in self._first:
+            parameter = nn.Parameter(torch.zeros(1, dtype=dtype))
+            optimizer = build([(name, parameter)], self._spec, self._every)
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
+            moments = {key: value[0].clone() for key, value in state.items() if value.dim()}
+            rate = optimizer.param_groups[0]["lr"]
+            numbers = {
+                key: torch.full_like(value, _NUMBERS.get(key, rate)) for key, value in state.items() if not value.dim()
+            }
+            self._first[name] = FirstState(moments, numbers)
+        return self._first[name]
+
     def step(self, parameters: Sequence[nn.Parameter], rate: float) -> None:
         """One step of the parameters, which have gradients; all others have none. The gradients are gone after it.
 
@@ -67,17 +101,6 @@ class ServerOptimizer:
         """
         optimizer = self._ready()
         schedule.apply(optimizer, rate)
-        # The fused SGD cannot make the moments of some parameters where others have theirs.
-        first = [parameter for parameter in parameters if not self._states[parameter]]
-        if 0 < len(first) < len(parameters):
-            others = [(parameter, parameter.grad) for parameter in parameters if self._states[parameter]]
-            for parameter, _ in others:
-                parameter.grad = None
-            optimizer.step()
-            for parameter in first:
-                parameter.grad = None
-            for parameter, gradient in others:
-                parameter.grad = gradient
         optimizer.step()
         for parameter in parameters:
             parameter.grad = None

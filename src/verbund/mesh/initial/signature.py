@@ -13,6 +13,7 @@ _OVERWRITING = frozenset(
     (
         *("fill_", "zero_", "copy_", "_foreach_zero_", "_foreach_copy_"),
         *("uniform_", "normal_", "random_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_"),
+        "born_",  # of `verbund.tables`
     )
 )
 # Written, though the schema does not say so.

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from verbund.errors import TaskError
-from verbund.mesh.pipeline.trace import WITHOUT_VALUES, OnMeta, to_meta
+from verbund.mesh.pipeline.trace import WITHOUT_VALUES, OnMeta, standing_in, to_meta
 from verbund.randomness import SampleRandomness
 from verbund.randomness.override import Override
 
@@ -203,9 +202,9 @@ class _Gate(Override):
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             module.forward = self.inner
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), standing_in(module, to_meta(tensors)):
                     args, kwargs = tree_unflatten(leaves, spec)
-                    output = to_meta(functional_call(module, to_meta(tensors), args, kwargs))
+                    output = to_meta(module(*args, **kwargs))
             finally:
                 module.forward = self
             after = randomness.uses() if randomness is not None else {}

@@ -7,14 +7,13 @@ The forward pass is run once on the meta device, where nothing is computed or st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -95,8 +94,8 @@ def run_on_meta(model: nn.Module, tensors: dict[str, Tensor], call: Callable[[nn
         InputError: if that is not possible on the meta device.
     """
     try:
-        with OnMeta():
-            return functional_call(_Called(model, call), {f"model.{name}": t for name, t in tensors.items()}, ())
+        with OnMeta(), standing_in(model, tensors):
+            return call(model)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
@@ -121,17 +120,26 @@ def on_meta(model: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
 
 
-class _Called(nn.Module):
-    """Lets `functional_call` call a model in the caller's own way."""
+@contextmanager
+def standing_in(model: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Within the block a model has other parameters and buffers, given by their first names.
 
-    def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-        self.training = model.training
-
-    def forward(self) -> Any:
-        return self._call(self.model)
+    torch's `functional_call` leaves its tensors behind in a module that has several names.
+    """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    replaced = {id(own[name]): tensor for name, tensor in tensors.items()}
+    former: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        held_by: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for places in held_by:
+            former += [(places, name, held) for name, held in places.items() if id(held) in replaced]
+    for places, name, held in former:
+        places[name] = replaced[id(held)]
+    try:
+        yield
+    finally:
+        for places, name, held in former:
+            places[name] = held
 
 
 class OnMeta(TorchFunctionMode):

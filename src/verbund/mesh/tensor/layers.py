@@ -251,9 +251,9 @@ class Embedding(Override):
 
     def __init__(self, module: nn.Embedding, axis: Axis, rows: Cut, entry: Entry) -> None:
         super().__init__(module)
-        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        if module.max_norm is not None or module.scale_grad_by_freq:
             raise InputError(
-                f"`{entry.path}` has max_norm, sparse or scale_grad_by_freq, which cannot be cut",
+                f"`{entry.path}` has max_norm or scale_grad_by_freq, which cannot be cut",
                 where=_WHERE,
                 fix="Leave it out by a `tensor_plan()` of your own",
             )

@@ -1,0 +1,77 @@
+"""A server's process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from verbund.cluster.worker import Worker
+from verbund.comm.wire import Message
+from verbund.exchange.parameter_server.server import Server
+from verbund.job import Job
+from verbund.mesh import device
+from verbund.observe.events import Journal
+from verbund.observe.memory import peak_bytes
+from verbund.observe.network import Links
+from verbund.run import Run
+from verbund.stage.served import meeting
+
+_TURN = 0.5
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """Holds its blocks until training has ended and all workers have left."""
+    settings, spec = worker.settings, worker.spec
+    job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
+    exchange = job.strategy.exchange
+    device.use_threads(job.cluster.threads, spec.neighbours)
+    finish = threading.Event()
+
+    def hear(message: Message) -> None:
+        if message.kind == "finish":
+            finish.set()
+
+    worker.hears = hear
+    worker.supervise()
+    run = Run.open(Path(settings["run"]))
+    journal = Journal(
+        run.journal,
+        spec.role,
+        spec.rank,
+        spec.generation,
+        limit_mb=job.observe.journal_mb,
+        address=spec.address,
+        life=spec.life,
+    )
+    links = Links()
+    worker.at_end.insert(0, journal.close)
+    worker.doing("waiting for the model", 0)
+    coordination = meeting.coordination(worker, job.cluster.step_deadline)
+    plan, view = coordination.plan()
+    folder = run.servers / f"server-{spec.rank}" if exchange.copies == 0 and exchange.log else None
+    generation = spec.life + 1
+    deadline = job.cluster.step_deadline
+    recovered = folder is not None and bool(view.seats[spec.rank].address)
+    server = Server(plan, spec.rank, generation, folder, meeting.credentials(worker), deadline, coordination.joined)
+    listening = meeting.listener(worker)
+    threading.Thread(target=server.serve, args=(listening,), name="accepting", daemon=True).start()
+    coordination.watch(server.see)
+    coordination.seat(spec.rank, generation, listening.address, recovered)
+
+    def count() -> None:
+        journal.totals("links", links=links.sample(), wire=links.wire(), shared=0)
+        journal.totals("memory", peak=peak_bytes())
+        journal.totals("server", **server.totals())
+
+    worker.at_end.insert(0, count)
+    worker.doing("serving", int(settings["begin"]))
+    while not finish.wait(_TURN) and not worker.orphaned:
+        if server.failure is not None:
+            raise server.failure
+        if journal.due:
+            count()
+            journal.flush()
+    coordination.close()
+    server.close()
+    return {}

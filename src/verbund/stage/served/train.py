@@ -1,0 +1,395 @@
+"""Training as a worker of an island that pulls from servers."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verbund.cluster.worker import Worker
+from verbund.data.loader import Batch, Item, Loader
+from verbund.errors import RunFailed
+from verbund.exchange.parameter_server.binding import Binding
+from verbund.exchange.parameter_server.client import Client
+from verbund.exchange.parameter_server.coordination import Coordination, End, Leased, Rest
+from verbund.exchange.parameter_server.plan import Plan
+from verbund.exchange.parameter_server.push import Outcome, Part
+from verbund.exchange.parameter_server.remote import RemoteTables
+from verbund.exchange.parameter_server.served_rows import ServedRows, blocks_of
+from verbund.job import Job
+from verbund.mesh import probe, schedule
+from verbund.mesh.axes import Mesh
+from verbund.mesh.replica import Replica
+from verbund.observe.events import Journal
+from verbund.observe.memory import peak_bytes
+from verbund.observe.network import Links
+from verbund.run import Run
+from verbund.stage.island import Island, augmentation, example_of
+from verbund.stage.judge import Judge
+from verbund.stage.restore import restore
+from verbund.stage.served import meeting
+from verbund.stage.served.saving import Saver
+from verbund.stage.served.staleness import Staleness
+from verbund.stage.tickets import Tickets
+from verbund.stage.validate import evaluate
+
+_PROGRESS_SECONDS = 0.1
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """A worker's part of a training run, from its fork to its last push."""
+    run = Run.open(Path(worker.settings["run"]))
+    outer = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
+    island = Island.join(worker)
+    spec = worker.spec
+    journal = Journal(
+        run.journal,
+        spec.role,
+        spec.rank,
+        spec.generation,
+        limit_mb=outer.observe.journal_mb,
+        address=spec.address,
+        life=spec.life,
+    )
+    links = Links()
+    worker.at_end.insert(0, journal.close)
+    replica = island.replica(worker, RemoteTables.install)
+    remote = replica.tables
+    assert isinstance(remote, RemoteTables)
+    if (whole := worker.settings["probe"]) is not None:
+        worker.doing("comparing the divided model with the whole", 0)
+        probe.check(replica, example_of(island.train_set), probe.Probe(**whole), outer.train.precision)
+    if source := worker.settings["checkpoint"]:
+        restore(Path(source), replica, elsewhere=remote.names)
+        replica.optimizer.state.clear()  # servers have read theirs
+    settings = outer.strategy.exchange
+    binding = Binding(replica, blocks_of(remote, settings.servers), settings.block_bytes)
+    plan = binding.plan(settings, outer.train.optimizer, outer.strategy.islands)
+    coordination = meeting.coordination(worker, outer.cluster.step_deadline)
+    generation = spec.life + 1
+    known = coordination.enter(island.number, generation, plan)
+    coordination.watch()
+    client = Client(
+        plan,
+        island.number,
+        generation,
+        coordination,
+        meeting.credentials(worker),
+        outer.cluster.step_deadline,
+        settings.row_cache,
+    )
+    rows = ServedRows(remote, client, plan, replica.groups.batch)
+    if source and island.number == 0 and island.mesh.leads:
+        worker.doing("having the servers load the checkpoint", int(known["rested"]))
+        client.load(source, int(known["rested"]))
+    elif island.number == 0 and not source and binding.speaks:
+        worker.doing("giving the servers their first values", 0)
+        for block, values in [*binding.read(), *(rows.first(plan) if island.mesh.leads else [])]:
+            client.begin(block, values)
+    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
+    served = _Served(plan, binding, rows, client, coordination)
+    training = _Training(worker, outer, island, replica, served, saver, journal, links)
+    training.step = int(known["rested"])
+    worker.at_end.insert(0, training.count)
+    journal.add("start", 0, worker.born, time.monotonic_ns())
+    return training.run_to_end()
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a worker has of the servers: the plan, where its blocks and rows lie in the model, the lines to servers and
+    coordinator."""
+
+    plan: Plan
+    binding: Binding
+    rows: ServedRows
+    client: Client
+    coordination: Coordination
+
+
+class _Training:
+    """The state of a training as one worker sees it."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        outer: Job,
+        island: Island,
+        replica: Replica,
+        served: _Served,
+        saver: Saver,
+        journal: Journal,
+        links: Links,
+    ) -> None:
+        self.worker, self.job, self.island, self.replica = worker, outer, island, replica
+        self.plan, self.binding, self.rows = served.plan, served.binding, served.rows
+        self.client, self.coordination = served.client, served.coordination
+        self.saver, self.journal, self.links = saver, journal, links
+        self.leads = island.mesh.leads
+        self.settings = outer.strategy.exchange
+        self.divided = self.settings.divided
+        islands = outer.strategy.islands if self.divided else 1
+        self.mesh = Mesh(island.number if self.divided else 0, islands=islands)
+        self.tickets = Tickets(island.train_set, outer, self.mesh, replica.division.unit)
+        self.total_steps: int | None = worker.settings["total_steps"]
+        self.staleness = Staleness()
+        self.step = 0
+        self.loss = math.nan
+        self._versions: dict[int, int] = {}
+        self._fresh = False
+        """Whether the model has what the servers had after this island's last push."""
+        self._count = 0
+        self._reported = 0.0
+        self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
+        self._to_read: queue.Queue[int | None] = queue.Queue()
+        ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
+        self._ahead = threading.Semaphore(ahead)
+
+    def run_to_end(self) -> dict[str, Any]:
+        """Works on tickets until the coordinator says that training has ended."""
+        threading.Thread(target=self._lease, name="leasing", daemon=True).start()
+        loader = Loader(
+            self.island.train_set,
+            self._plan(),
+            transform=augmentation(self.job, self.island.task),
+            prefetch=self.job.data.prefetch,
+        )
+        batches = iter(loader)
+        try:
+            while True:
+                self.worker.doing("waiting for a ticket", self.step)
+                waited = time.monotonic_ns()
+                item = self._to_train.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, End):
+                    break
+                if isinstance(item, Rest):
+                    self._rest(item)
+                    continue
+                self.journal.add("data", item.ticket, waited, time.monotonic_ns())
+                self._train(item, batches)
+        finally:
+            self._to_read.put(None)
+            loader.close()
+        self.worker.doing("ending", self.step)
+        self.client.close()
+        self.coordination.close()
+        return {
+            "stopped_by": item.reason,
+            "steps": item.step,
+            "samples": self._samples_before(item.step),
+            "threads": self.island.threads,
+            "randomness": self.replica.randomness.report(),
+        }
+
+    # -- tickets -------------------------------------------------------------------------------------------------
+
+    def _lease(self) -> None:
+        """A thread's: asks for the island's tickets, as many ahead as are read ahead."""
+        number = 0
+        try:
+            while True:
+                self._ahead.acquire()
+                item = self.coordination.lease(number)
+                if isinstance(item, Leased):
+                    self._to_read.put(item.ticket)
+                    number += 1
+                self._to_train.put(item)
+                if isinstance(item, End):
+                    return
+        except BaseException as error:
+            self._to_train.put(error)
+
+    def _plan(self) -> Iterator[Item]:
+        while (ticket := self._to_read.get()) is not None:
+            if passes := self.replica.plan(self._own(ticket)):
+                ids = self.island.train_set.ids(self.tickets.positions(ticket))
+                for low, high, phantom in passes:
+                    yield Item(ticket, np.ascontiguousarray(ids[low:high]), phantom=phantom)
+
+    def _own(self, ticket: int) -> tuple[int, ...]:
+        """How many samples of a ticket are this island's."""
+        return (self.tickets.sizes(ticket)[self.mesh.island],)
+
+    def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
+        ticket = leased.ticket
+        least = max(ticket - self.settings.bound, 0) if self.divided else 0
+        self.rows.begin(ticket, least)
+        if self.divided or not self._fresh:
+            self._pull(least, ticket)
+        sizes = self._own(ticket)
+        self.binding.remember_buffers()
+        self.worker.doing("computing", ticket)
+        sums = self.replica.gradients(batches, len(self.replica.plan(sizes)), ticket, sizes, 0.0, self.journal)
+        self.loss = sums.loss / sums.weight if sums.weight else math.nan
+        if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
+            raise RunFailed(
+                f"the loss became {self.loss} in step {ticket}",
+                where="train",
+                fix="Lower `train.optimizer.lr`, or add a warm-up",
+            )
+        factor = self.replica.settle(sizes, sums)
+        self._push(leased, sums.weight, factor)
+        self.step = max(self.step, ticket + 1)
+        self._count += 1
+        self._record(ticket, sums.weight, sum(sizes))
+        self.coordination.done(self.island.mesh.rank, self._count)
+        self._ahead.release()
+
+    # -- the servers ---------------------------------------------------------------------------------------------
+
+    def _pull(self, least: int, step: int) -> None:
+        """Gives the model the servers' values, which have seen all tickets below `least`."""
+        start = time.monotonic_ns()
+        self.worker.doing("pulling", step)
+        if self.binding.speaks:
+            self._versions = self.client.pull(self.binding.targets(), least)
+        self.binding.pulled()
+        self._fresh = True
+        self.journal.add("communicate", step, start, time.monotonic_ns())
+
+    def _push(self, leased: Leased, weight: float, factor: float | None) -> None:
+        """Gives the servers what a ticket has taught; where nobody waits for others, their values come back with it."""
+        start = time.monotonic_ns()
+        self.worker.doing("pushing", leased.ticket)
+        ticket = leased.ticket
+        total = sum(self.tickets.sizes(ticket))
+        share = sum(self._own(ticket)) / total if total else 0.0
+        parts = []
+        for number, values in self.binding.gradients(share):
+            taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
+            parts.append(Part(number, self._versions.get(number, 0), taken))
+        of_rows = self.rows.parts(every=self.divided)
+        if self.leads:
+            parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
+        outcomes: list[Outcome] = []
+        pulled = self._versions
+        if self.binding.speaks:
+            told: dict[str, Any] = {
+                "weight": weight if factor is not None else 0.0,
+                "share": self.mesh.island,
+                "scale": (factor or 0.0) * weight,
+                "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
+                "low": leased.low,
+            }
+            if self.divided:
+                outcomes = self.client.push(ticket, parts, **told)
+            else:
+                outcomes, self._versions = self.client.push_pull(ticket, parts, self.binding.targets(), **told)
+        if not self.divided:
+            self.binding.pulled()
+        behind = max((ticket - version for version in pulled.values()), default=0) if self.divided else None
+        self.staleness.add(outcomes, behind)
+        self.journal.add("communicate", ticket, start, time.monotonic_ns())
+
+    # -- rests ---------------------------------------------------------------------------------------------------
+
+    def _rest(self, rest: Rest) -> None:
+        """All tickets before are done, and this island does what is due."""
+        self.step = rest.step
+        self.rows.begin(rest.step, rest.step if self.divided else 0)
+        self._pull(rest.step if self.divided else 0, rest.step)
+        judge = Judge(self.job.train, rest.judged)
+        reason = rest.reason or self._end_reached()
+        ends = reason is not None
+        if self.island.validation_set is not None and reason != "interrupt" and (ends or self._due("validate")):
+            reason = self._validate(judge) or reason
+            ends = ends or reason is not None
+        state = self._state(judge, rest)
+        if ends or self._due("checkpoint"):
+            start = time.monotonic_ns()
+            self.worker.doing("saving", self.step)
+            self.write()
+            self.saver.save(self.step, state)
+            if ends:
+                self.saver.wait()
+            self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+        if self.leads:
+            self.coordination.settle(self.step, reason, judge.state())
+        # Nobody of the island may ask for more before that.
+        self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
+        self._ahead.release()
+        self._fresh = False
+
+    def _end_reached(self) -> str | None:
+        train = self.job.train
+        if train.steps is not None and self.step >= train.steps:
+            return "steps"
+        if train.epochs is not None and self.step >= train.epochs * self.tickets.tickets_per_epoch:
+            return "epochs"
+        return None
+
+    def _due(self, what: str) -> bool:
+        every = self.job.validate_.every if what == "validate" else self.job.checkpoint.every
+        if every == "epoch":
+            return self.step % self.tickets.tickets_per_epoch == 0
+        return every != "end" and self.step % int(every) == 0
+
+    def _validate(self, judge: Judge) -> str | None:
+        assert self.island.validation_set is not None
+        start = time.monotonic_ns()
+        self.worker.doing("validating", self.step)
+        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        self.journal.add("validate", self.step, start, time.monotonic_ns())
+        if self.leads:
+            self.journal.event("validation", step=self.step, metrics=metrics)
+            self.worker.send("validation", step=self.step, metrics=metrics)
+        return judge.ends(metrics, self.step)
+
+    def _state(self, judge: Judge, rest: Rest) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "samples": self._samples_before(self.step),
+            "tickets": {"low_water": self.step, "outstanding": []},
+            "seed": self.job.seed,
+            "global_batch": self.job.train.global_batch,
+            "data": self.worker.settings["data"],
+            **judge.state(),
+            "seconds": time.monotonic() - self.worker.settings["begun"],
+            "exchange": None,
+            "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
+        }
+
+    def _samples_before(self, step: int) -> int:
+        """The samples of all tickets before."""
+        whole, left = divmod(step, self.tickets.tickets_per_epoch)
+        return sum(
+            times * sum(sum(self.tickets.sizes(ticket)) for ticket in range(count))
+            for times, count in ((whole, self.tickets.tickets_per_epoch), (1, left))
+            if times
+        )
+
+    # -- what is recorded ----------------------------------------------------------------------------------------
+
+    def _record(self, ticket: int, weight: float, size: int) -> None:
+        now = time.monotonic()
+        if self.leads:
+            rate = self.job.train.optimizer.lr * schedule.factor(self.job.train.schedule, ticket, self.total_steps)
+            self.journal.step(ticket, self.loss, weight, size, rate)
+        if self.island.number == 0 and self.leads and now - self._reported >= _PROGRESS_SECONDS:
+            self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+            self._reported = now
+        if self.journal.due:
+            self.write()
+
+    def write(self) -> None:
+        """Writes what was recorded, and the running totals, to the journal."""
+        self.count()
+        self.journal.flush()
+
+    def count(self) -> None:
+        """Records the running totals."""
+        journal = self.journal
+        journal.totals("links", links=self.links.sample(), wire=self.links.wire(), shared=0)
+        journal.totals("memory", peak=peak_bytes())
+        journal.totals("held", **self.replica.held_bytes())
+        journal.totals("served", **self.staleness.totals())

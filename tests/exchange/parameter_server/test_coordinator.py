@@ -1,0 +1,160 @@
+"""The coordinator: what it has told is still so after it was killed at any point."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbund.comm.wire import Message
+from verbund.errors import ClusterLost, InputError, VerbundError
+from verbund.exchange.parameter_server.coordinator import Coordinator
+from verbund.exchange.parameter_server.leases import Leases, Stops
+from verbund.exchange.parameter_server.plan import Block, Plan, Rule
+from verbund.job import Optimizer
+
+
+def _plan(name: str = "w") -> Plan:
+    blocks = tuple(Block(name, (8, 2), "float32", (low, 0), (4, 2)) for low in (0, 4))
+    return Plan(blocks, Optimizer(name="sgd"), Rule("asynchronous"))
+
+
+class _Desk:
+    """A coordinator that can be killed: only what lies in its folder goes on."""
+
+    def __init__(self, folder: Path, stops: Stops | None = None, divided: bool = False) -> None:
+        self.folder, self.stops, self.divided = folder, stops or Stops(50, (10,)), divided
+        self.fatal: list[VerbundError] = []
+        self.restart()
+
+    def restart(self) -> None:
+        leases = Leases(2, 1, self.divided, 0, self.stops)
+        self.coordinator = Coordinator(self.folder, leases, 2, lambda plan: [(0, 1), (1, 0)], {}, self.fatal.append)
+
+    def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return dict(self.coordinator.handle(Message(kind, fields, {})).fields)
+
+    def enter(self, island: int, generation: int = 1, plan: Plan | None = None) -> dict[str, Any]:
+        return self.ask("enter", island=island, generation=generation, plan=(plan or _plan()).record())
+
+    def seat(self, server: int, generation: int = 1) -> dict[str, Any]:
+        return self.ask("seat", server=server, generation=generation, address=f"unix:/{server}", recovered=False)
+
+
+def test_a_ticket_is_told_again_to_who_did_not_hear(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    first = desk.ask("lease", island=0, generation=1, number=0)
+    desk.restart()
+    assert desk.ask("lease", island=0, generation=1, number=0) == first == {"ticket": 0, "low": 0}
+    assert desk.ask("lease", island=0, generation=1, number=1)["ticket"] == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("divided", [True, False])
+def test_killed_at_random_points(tmp_path: Path, seed: int, divided: bool) -> None:
+    """Two islands train to the end while the coordinator is killed again and again."""
+    choose = random.Random(seed)
+    desk = _Desk(tmp_path, Stops(40, (15,)), divided)
+    generation, number = [1, 1], [0, 0]
+    desk.enter(0)
+    desk.enter(1)
+    finished: dict[int, set[int]] = {}
+    rests = []
+    for _ in range(2000):
+        if choose.random() < 0.1:
+            desk.restart()
+        island = choose.randrange(2)
+        if choose.random() < 0.03:
+            generation[island] += 1
+            number[island] = 0
+            desk.enter(island, generation[island])
+        who = {"island": island, "generation": generation[island]}
+        leases = desk.coordinator._leases
+        if leases.ended is None and not leases.resting and leases._available(leases.islands[island]) is None:
+            continue  # it would wait for the other one
+        answer = desk.ask("lease", **who, number=number[island])
+        if "end" in answer:
+            break
+        if "meet" in answer:
+            rests.append(answer["meet"])
+            desk.ask("settle", **who, step=answer["meet"], reason=None, judged={"best": answer["meet"]})
+            continue
+        finished.setdefault(answer["ticket"], set()).add(island)
+        number[island] += 1
+        desk.ask("done", **who, worker=0, count=number[island])
+    assert desk.coordinator.ended == "steps"
+    assert sorted(finished) == list(range(40))
+    assert rests == [15, 30, 40]
+    if divided:
+        assert all(by == {0, 1} for by in finished.values())
+    desk.restart()
+    assert desk.coordinator.ended == "steps"
+
+
+def test_an_older_generation_may_do_nothing(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    desk.enter(0, 2)
+    for kind, fields in {"lease": {"number": 0}, "done": {"worker": 0, "count": 0}}.items():
+        with pytest.raises(ClusterLost, match="taken the place of island 0"):
+            desk.ask(kind, island=0, generation=1, **fields)
+    with pytest.raises(ClusterLost):
+        desk.enter(0, 1)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    with pytest.raises(InputError, match="another model"):
+        desk.enter(1, plan=_plan("v"))
+    desk.restart()
+    with pytest.raises(InputError, match="another model"):
+        desk.enter(1, plan=_plan("v"))
+
+
+def test_a_lost_server_makes_a_new_view_that_waiting_ones_get(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    known = desk.seat(0)["view"]["number"]
+    desk.seat(1)
+    got: list[Any] = []
+    known = desk.ask("watch", known=known)["view"]["number"]
+    waiting = threading.Thread(target=lambda: got.append(desk.ask("watch", known=known)))
+    waiting.start()
+    desk.seat(0, 2)
+    waiting.join(5)
+    view = got[0]["view"]
+    assert view["holders"] == ((1,), (1,))
+    desk.restart()
+    assert desk.ask("watch", known=known)["view"]["number"] == view["number"]
+    desk.ask("joined", server=0, generation=2, blocks=[0, 1])
+    assert desk.ask("watch", known=view["number"])["view"]["holders"] == ((1, 0), (1, 0))
+    assert not desk.fatal
+
+
+def test_all_holders_lost_is_told_to_the_run(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    desk.seat(0)
+    desk.seat(1)
+    desk.seat(0, 2)
+    with pytest.raises(ClusterLost):
+        desk.seat(1, 2)
+    assert "nobody else has block" in desk.fatal[0].what
+
+
+def test_a_torn_line_is_as_if_it_had_not_been_told(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    desk.ask("lease", island=0, generation=1, number=0)
+    path = next(tmp_path.glob("*.jsonl"))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'["lease", 0')
+    desk.restart()
+    assert desk.ask("lease", island=0, generation=1, number=1)["ticket"] == 1
+    desk.restart()
+    assert desk.ask("lease", island=0, generation=1, number=2)["ticket"] == 2
