@@ -35,6 +35,8 @@ class _Desk:
         self.coordinator = Coordinator(self.folder, leases, 2, lambda plan: [(0, 1), (1, 0)], {}, self.fatal.append)
 
     def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        if kind in ("lease", "done"):
+            fields = {"worker": 0, "done": 0, **fields}
         return dict(self.coordinator.handle(Message(kind, fields, {})).fields)
 
     def enter(self, island: int, generation: int = 1, plan: Plan | None = None) -> dict[str, Any]:
@@ -75,8 +77,10 @@ def test_killed_at_random_points(tmp_path: Path, seed: int, divided: bool) -> No
         who = {"island": island, "generation": generation[island]}
         leases = desk.coordinator._leases
         if leases.ended is None and not leases.resting and leases._available(leases.islands[island]) is None:
-            continue  # it would wait for the other one
-        answer = desk.ask("lease", **who, number=number[island])
+            # It would wait for the other one, having said what it has done.
+            desk.ask("done", **who, worker=0, done=number[island])
+            continue
+        answer = desk.ask("lease", **who, number=number[island], done=number[island])
         if "end" in answer:
             break
         if "meet" in answer:
@@ -85,7 +89,6 @@ def test_killed_at_random_points(tmp_path: Path, seed: int, divided: bool) -> No
             continue
         finished.setdefault(answer["ticket"], set()).add(island)
         number[island] += 1
-        desk.ask("done", **who, worker=0, count=number[island])
     assert desk.coordinator.ended == "steps"
     assert sorted(finished) == list(range(40))
     assert rests == [15, 30, 40]
@@ -99,7 +102,7 @@ def test_an_older_generation_may_do_nothing(tmp_path: Path) -> None:
     desk = _Desk(tmp_path)
     desk.enter(0)
     desk.enter(0, 2)
-    for kind, fields in {"lease": {"number": 0}, "done": {"worker": 0, "count": 0}}.items():
+    for kind, fields in {"lease": {"number": 0}, "settle": {"step": 10, "reason": None, "judged": {}}}.items():
         with pytest.raises(ClusterLost, match="taken the place of island 0"):
             desk.ask(kind, island=0, generation=1, **fields)
     with pytest.raises(ClusterLost):

@@ -88,6 +88,7 @@ class Binding:
         self._bound: list[_Place] = []
         self._before: dict[int, Tensor] = {}
         self._aside: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] | None = None
 
     def plan(self, settings: Exchange, optimizer: Optimizer, islands: int) -> Plan:
         """The plan of the whole model; all workers of the island call it together."""
@@ -121,14 +122,16 @@ class Binding:
     def targets(self) -> dict[int, Tensor]:
         """Flat memory by number into which this worker's blocks are pulled: that of the model itself where it is
         contiguous."""
-        found = {}
-        for number, place in zip(self.numbers, self._bound, strict=True):
-            values = place.values()
-            if values.is_contiguous():
-                found[number] = values.view(-1)
-            else:
-                found[number] = self._aside.setdefault(number, torch.empty(place.block.count, dtype=values.dtype))
-        return found
+        if self._targets is None or self._replica.shards is not None:  # whose rows come and go
+            self._targets = {}
+            for number, place in zip(self.numbers, self._bound, strict=True):
+                values = place.values()
+                if values.is_contiguous() and place.buffer is None:
+                    self._targets[number] = values.view(-1)
+                else:
+                    aside = self._aside.setdefault(number, torch.empty(place.block.count, dtype=values.dtype))
+                    self._targets[number] = aside
+        return self._targets
 
     @torch.no_grad()
     def pulled(self) -> None:

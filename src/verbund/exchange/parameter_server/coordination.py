@@ -84,15 +84,20 @@ class Coordination:
         self._who = {"island": island, "generation": generation}
         return self._ask("enter", {**self._who, "plan": plan.record()})
 
-    def lease(self, number: int) -> Leased | Rest | End:
+    def lease(self, number: int, worker: int, done: int) -> Leased | Rest | End:
         """The island's ticket of that number, once it may be done.
+
+        Args:
+            number: of those since the island entered.
+            worker: of the island.
+            done: of how many of them this worker's pushes are acknowledged.
 
         Raises:
             RunFailed: if others have not done in time what it waits for.
         """
         since = time.monotonic()
         while True:
-            answer = self._wait("lease", {**self._who, "number": number})
+            answer = self._wait("lease", {**self._who, "number": number, "worker": worker, "done": done})
             if "ticket" in answer:
                 return Leased(int(answer["ticket"]), int(answer["low"]))
             if "meet" in answer:
@@ -109,7 +114,7 @@ class Coordination:
 
     def done(self, worker: int, count: int) -> None:
         """Says that this worker's part of the island's first so many tickets is acknowledged; does not wait."""
-        fields = {**self._who, "worker": worker, "count": count}
+        fields = {**self._who, "worker": worker, "done": count}
         self._told.append(self._quick.start("done", fields, _ASK_SECONDS))
         while len(self._told) > _TOLD:
             _answer(self._told.popleft().result)

@@ -105,7 +105,9 @@ class Coordinator:
         return {"judged": self._judged, "rested": self._leases.rested}
 
     def _on_lease(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """A worker wants its island's ticket number so and so; waits a while for it."""
+        """A worker wants its island's ticket number so and so, and says of how many its pushes are acknowledged; waits
+        a while."""
+        self._on_done(fields)
         island, number = self._member(fields), int(fields["number"])
         until = time.monotonic() + _WAIT
         while True:
@@ -126,8 +128,9 @@ class Coordinator:
 
     def _on_done(self, fields: dict[str, Any]) -> None:
         """A worker's pushes of its first so many tickets are acknowledged."""
-        island = self._member(fields)
-        self._event("done", island, int(fields["worker"]), int(fields["count"]))
+        island, worker, done = self._member(fields), int(fields["worker"]), int(fields["done"])
+        if done > self._leases.islands[island].done[worker]:
+            self._event("done", island, worker, done)
 
     def _on_settle(self, fields: dict[str, Any]) -> None:
         """The leading island has done what was due at a stop."""

@@ -150,8 +150,10 @@ class _Training:
         self._reported = 0.0
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
-        ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
+        ahead = 2 + (outer.data.prefetch if island.train_set.source.slow else 0)
         self._ahead = threading.Semaphore(ahead)
+        self._asking = False
+        """Whether a question for a ticket is under way, which may wait for others."""
 
     def run_to_end(self) -> dict[str, Any]:
         """Works on tickets until the coordinator says that training has ended."""
@@ -199,7 +201,9 @@ class _Training:
         try:
             while True:
                 self._ahead.acquire()
-                item = self.coordination.lease(number)
+                self._asking = True
+                item = self.coordination.lease(number, self.island.mesh.rank, self._count)
+                self._asking = False
                 if isinstance(item, Leased):
                     self._to_read.put(item.ticket)
                     number += 1
@@ -242,8 +246,9 @@ class _Training:
         self.step = max(self.step, ticket + 1)
         self._count += 1
         self._record(ticket, sums.weight, sum(sizes))
-        self.coordination.done(self.island.mesh.rank, self._count)
         self._ahead.release()
+        if self._asking:  # that question says less
+            self.coordination.done(self.island.mesh.rank, self._count)
 
     # -- the servers ---------------------------------------------------------------------------------------------
 
