@@ -215,3 +215,25 @@ def test_nothing_to_learn_raises_the_version_alone() -> None:
     assert torch.equal(holdings.read([0]), torch.ones(4))
     assert send(holdings, push([Part(0, 0, torch.ones(4))], 1))[0].state == "known"
     assert holdings.version(0) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "rmsprop", "ftrl"])
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    text = str(dtype).removeprefix("torch.")
+    table = Block("t", (6, 2), text, (0, 0), (6, 2), "rows", (1, 0.5))
+    plan = Plan((*blocks_of({"a": (4, 2)}, dtype=text), table), spec(name, 0.05), Rule("synchronous", shares=2))
+    holdings = begun(plan, {"a": torch.ones(4, 2, dtype=dtype)})
+    rows = torch.tensor([1, 4])
+    for ticket in range(3):
+        for share in range(2):
+            parts = [
+                Part(number, ticket, torch.ones(4, dtype=dtype), rows if number == 2 else None) for number in range(3)
+            ]
+            send(holdings, push(parts, ticket, share))
+    other = Holdings(plan)
+    for number in range(3):
+        other.put(holdings.image(number))
+    assert holdings.read([0, 1]).dtype == other.read_rows(2, rows).dtype == dtype
+    assert bool((holdings.read([0, 1]) < 1).all())
+    assert torch.equal(whole(holdings, "t"), whole(other, "t"))
