@@ -31,6 +31,7 @@ OPTIMIZERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("sgd", torch.optim.SGD, {}),
     ("sgd", torch.optim.SGD, {"momentum": 0.9}),
     ("sgd", torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("sgd", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ("adagrad", torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
     ("adam", torch.optim.Adam, {}),
     ("adam", torch.optim.Adam, {"amsgrad": True}),
@@ -237,3 +238,16 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert holdings.read([0, 1]).dtype == other.read_rows(2, rows).dtype == dtype
     assert bool((holdings.read([0, 1]) < 1).all())
     assert torch.equal(whole(holdings, "t"), whole(other, "t"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"foreach": False}], ids=["default", "lists", "plain"])
+@pytest.mark.parametrize(("name", "kind", "arguments"), OPTIMIZERS)
+def test_no_optimiser_changes_a_push(name: str, kind: Any, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Also where its gradients are those to step with: other servers may be reading them."""
+    if kind is FTRL:
+        settings = {}
+    plan = Plan(tuple(blocks_of({"a": (4, 2)})), spec(name, **{**arguments, **settings}), ASYNCHRONOUS)
+    holdings = begun(plan, {"a": torch.ones(4, 2)})
+    for ticket, sign in enumerate((1.0, 1.0, -1.0, 1.0)):  # `send` compares
+        parts = [Part(number, ticket, torch.full((4,), sign)) for number in range(2)]
+        send(holdings, push(parts, ticket))
