@@ -31,6 +31,7 @@ OPTIMIZERS: list[tuple[str, Any, dict[str, Any]]] = [
     ("sgd", torch.optim.SGD, {}),
     ("sgd", torch.optim.SGD, {"momentum": 0.9}),
     ("sgd", torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("sgd", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ("adagrad", torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
     ("adam", torch.optim.Adam, {}),
     ("adam", torch.optim.Adam, {"amsgrad": True}),
@@ -215,3 +216,38 @@ def test_nothing_to_learn_raises_the_version_alone() -> None:
     assert torch.equal(holdings.read([0]), torch.ones(4))
     assert send(holdings, push([Part(0, 0, torch.ones(4))], 1))[0].state == "known"
     assert holdings.version(0) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "rmsprop", "ftrl"])
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    text = str(dtype).removeprefix("torch.")
+    table = Block("t", (6, 2), text, (0, 0), (6, 2), "rows", (1, 0.5))
+    plan = Plan((*blocks_of({"a": (4, 2)}, dtype=text), table), spec(name, 0.05), Rule("synchronous", shares=2))
+    holdings = begun(plan, {"a": torch.ones(4, 2, dtype=dtype)})
+    rows = torch.tensor([1, 4])
+    for ticket in range(3):
+        for share in range(2):
+            parts = [
+                Part(number, ticket, torch.ones(4, dtype=dtype), rows if number == 2 else None) for number in range(3)
+            ]
+            send(holdings, push(parts, ticket, share))
+    other = Holdings(plan)
+    for number in range(3):
+        other.put(holdings.image(number))
+    assert holdings.read([0, 1]).dtype == other.read_rows(2, rows).dtype == dtype
+    assert bool((holdings.read([0, 1]) < 1).all())
+    assert torch.equal(whole(holdings, "t"), whole(other, "t"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"foreach": False}], ids=["default", "lists", "plain"])
+@pytest.mark.parametrize(("name", "kind", "arguments"), OPTIMIZERS)
+def test_no_optimiser_changes_a_push(name: str, kind: Any, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Also where its gradients are those to step with: other servers may be reading them."""
+    if kind is FTRL:
+        settings = {}
+    plan = Plan(tuple(blocks_of({"a": (4, 2)})), spec(name, **{**arguments, **settings}), ASYNCHRONOUS)
+    holdings = begun(plan, {"a": torch.ones(4, 2)})
+    for ticket, sign in enumerate((1.0, 1.0, -1.0, 1.0)):  # `send` compares
+        parts = [Part(number, ticket, torch.full((4,), sign)) for number in range(2)]
+        send(holdings, push(parts, ticket))

@@ -290,7 +290,7 @@ class Holdings:
         rate = push.rate / max(staleness, 1) if self.plan.rule.staleness_aware else push.rate
         rows = held.store.local(part.rows) if isinstance(held.store, Table) and part.rows is not None else None
         factor = push.scale / push.weight
-        if factor == 1.0 and held.history is None:
+        if factor == 1.0 and held.history is None and self._optimizer.fused:
             return _Step(held, part.values, rows, rate, borrowed=True)
         gradient = _scaled(part.values, factor, _buffer(held))
         if held.history is not None:

@@ -82,6 +82,11 @@ class ServerOptimizer:
         found: dict[str, Any] = self._states[parameter]
         return found
 
+    @property
+    def fused(self) -> bool:
+        """Whether a step leaves gradients as they are. Over lists of tensors some write to them."""
+        return bool(self._ready().defaults.get("fused"))
+
     def first_state(self, name: str, dtype: torch.dtype) -> FirstState:
         """What there is of a block of the tensor `name` before its first step: told by a step that changes nothing."""
         if name not in self._first:
