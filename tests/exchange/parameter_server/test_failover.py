@@ -177,6 +177,26 @@ def test_killed_at_random(seed: int) -> None:
         counting.end()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_two_of_three_killed_at_random(seed: int) -> None:
+    """The second one before the first one's place is filled, or just after."""
+    chance = random.Random(seed)
+    with cluster(COUNTERS, THREE, kind=Process) as servers:
+        counting = Counting(servers)
+        for _ in range(3):
+            counting.go_on(chance.randrange(1, 4))
+            ranks = chance.sample(range(3), 2)
+            for rank in ranks:
+                servers.kill(rank)
+                time.sleep(chance.choice([0.0, 0.005]))
+            for rank in ranks:
+                servers.fail_over(rank)
+                time.sleep(chance.choice([0.0, 0.005, 0.05]))
+            servers.settled()
+        counting.go_on()
+        counting.end()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_stands_still(rank: int) -> None:
     """A stopped server is replaced; when it goes on it finds that it has been, and nobody listens to it."""
