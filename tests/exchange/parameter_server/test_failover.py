@@ -17,7 +17,7 @@ from exchange.parameter_server.serving import Cluster, Process, Thread, cluster
 from verbund.errors import RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.holdings import Image
-from verbund.exchange.parameter_server.plan import Plan, Rule
+from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part
 
 COUNTERS = Plan(tuple(blocks_of({"a": (64, 32)}, 16)), spec("sgd", 1.0), Rule("asynchronous"))
@@ -195,6 +195,59 @@ def test_two_of_three_killed_at_random(seed: int) -> None:
             servers.settled()
         counting.go_on()
         counting.end()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shares_and_rows_survive(seed: int) -> None:
+    """A synchronous rule: shares that wait are in images too; and tables whose rows are born when they are needed."""
+    table = [Block("t", (1000, 4), "float32", (low, 0), (500, 4), "rows", (7, 0.1)) for low in (0, 500)]
+    dense = blocks_of({"a": (8, 4)}, 4)
+    plan = Plan((*dense, *table), spec("adagrad", 0.1), Rule("synchronous", shares=2))
+    chance = random.Random(seed)
+
+    def trained(servers: Cluster, lost: list[int]) -> list[torch.Tensor]:
+        clients = [servers.client(island) for island in (0, 1)]
+        for block, of in enumerate(plan.blocks):
+            clients[0].begin(block, torch.zeros(of.count) if of.kind == "dense" else None)
+        failures: list[BaseException] = []
+
+        def train(island: int) -> None:
+            try:
+                client, generator = clients[island], torch.Generator().manual_seed(island)
+                into = {block: torch.zeros(of.count) for block, of in enumerate(dense)}
+                for ticket in range(30):
+                    rows = torch.unique(torch.randint(0, 1000, (20,), generator=generator))
+                    client.pull(into, least=ticket)
+                    seen = client.pull_rows({"t": rows}, least=ticket)["t"]
+                    parts = [Part(block, ticket, value + 1) for block, value in into.items()]
+                    runs = client.tables.parts("t", rows, seen.values + 1, seen.versions)
+                    idle = {2, 3} - {part.block for part in runs}
+                    parts += [*runs, *(Part(block, ticket, None) for block in idle)]
+                    client.push(ticket, parts, weight=0.5, share=island)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=train, args=(island,)) for island in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for rank in lost:
+            time.sleep(chance.uniform(0.05, 0.15))
+            servers.kill(rank)
+            servers.fail_over(rank)
+            servers.settled()
+        for thread in threads:
+            thread.join(30.0)
+        assert not failures, failures[0]
+        same(servers)
+        into = {block: torch.zeros(of.count) for block, of in enumerate(dense)}
+        clients[0].pull(into, least=30)
+        return [*into.values(), clients[0].pull_rows({"t": torch.arange(1000)})["t"].values]
+
+    with cluster(plan, [(0, 1), (1, 0), (0, 1), (1, 0)]) as servers:
+        straight = trained(servers, [])
+    with cluster(plan, [(0, 1), (1, 0), (0, 1), (1, 0)]) as servers:
+        again = trained(servers, [0, 1, 0])
+    assert all(torch.equal(a, b) for a, b in zip(straight, again, strict=True))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
