@@ -90,9 +90,11 @@ class Replica:
         model = unbuilt
         if model is None:
             with bare() if take_tables is not None else nullcontext():
-                model = recorded.model if recorded is not None else task.build().to(self.device)
-        self.model = model
+                model = recorded.model if recorded is not None else task.build()
         tables = take_tables(model) if take_tables is not None else None
+        if recorded is None and unbuilt is None:
+            model = model.to(self.device)  # without the tables, which may have no memory
+        self.model = model
         if tables is not None and tables.names and mesh.divides_model:
             raise InputError(
                 f"the table `{tables.names[0]}` lies on servers, and the mesh divides the model",

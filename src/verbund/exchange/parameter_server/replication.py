@@ -145,6 +145,11 @@ class Replication:
                     raise self._missing(*late[0])
                 self._changed.wait((until if late else patience) - moment)
 
+    @property
+    def follows(self) -> bool:
+        """Whether anybody gets what is applied here."""
+        return bool(self._followers)
+
     def totals(self) -> dict[str, Any]:
         """What was sent, for the report."""
         with self._changed:
