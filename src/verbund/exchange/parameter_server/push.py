@@ -94,8 +94,9 @@ class Push:
     def of(
         fields: Mapping[str, Any], arrays: Mapping[str, Array], plan: Plan, known: Mapping[str, Tensor] | None = None
     ) -> Push:
-        """The push that `fields` and `arrays` gave, whose tensors lie in the memory of the arrays; `known` are those that
-        did not travel.
+        """The push that `fields` and `arrays` gave, whose tensors lie in the memory of the arrays.
+
+        `known` are those that did not travel.
 
         Raises:
             InputError: if it is none. Whether its parts fit their blocks is another question.
