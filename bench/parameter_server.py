@@ -1,12 +1,12 @@
 """What a parameter server moves: a push of gradients and a pull of the new values in one request.
 
-    python bench/parameter_server.py wire [--seconds 2]
+    python bench/parameter_server.py wire|memory [--seconds 2]
 
 `wire`: 1, 7 and 30 MB of parameters in blocks of 1 MiB (plain SGD), one server and one or two clients, each a process
-of its own, over a Unix socket. Prints one JSON line: by size and clients, push_pulls per second of all clients
-together, and per push_pull the milliseconds of a processor that the server and a client use, and how many pages the
-server has to be given (`faults`); `apply` is the time that pushes spend in the optimiser. For
-comparison `copy` is the time of one copy of as many bytes.
+of its own, over a Unix socket. `memory`: the same through memory that they share. Prints one JSON line: by size and
+clients, push_pulls per second of all clients together, and per push_pull the milliseconds of a processor that the
+server and a client use, and how many pages the server has to be given (`faults`); `apply` is the time that pushes spend
+in the optimiser. For comparison `copy` is the time of one copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def serve(folder: Path, megabytes: int) -> None:
     server.close()
 
 
-def work(folder: Path, megabytes: int, island: int) -> None:
+def work(folder: Path, megabytes: int, island: int, part: str) -> None:
     """A client's part."""
     import torch
 
@@ -94,6 +94,8 @@ def work(folder: Path, megabytes: int, island: int) -> None:
     blocks = len(plan.blocks)
     view = View(1, (Seat(f"unix:{folder}/server", 0),), ((0,),) * blocks, ((),) * blocks, (0, 0))
     client = Client(plan, island, 0, Views(view))
+    if part == "wire":
+        client._outbox = None  # as if the server were on another host
     sizes = [block.count for block in plan.blocks]
     gradients, values = (torch.split(torch.full((sum(sizes),), first), sizes) for first in (1e-3, 0.0))
     into = dict(enumerate(values))
@@ -136,11 +138,11 @@ def say(process: subprocess.Popen[str], word: object) -> None:
     process.stdin.flush()
 
 
-def measured(megabytes: int, clients: int, seconds: float) -> dict[str, float]:
+def measured(part: str, megabytes: int, clients: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="v-") as folder:
         server = start("server", folder, megabytes)
         assert heard(server) == "ready"
-        workers = [start("client", folder, megabytes, island) for island in range(clients)]
+        workers = [start("client", folder, megabytes, island, part) for island in range(clients)]
         assert [heard(worker) for worker in workers] == ["ready"] * clients
         say(server, "go")
         assert heard(server) == "go"
@@ -174,27 +176,27 @@ def copied(megabytes: int) -> float:
     return round(1e3 * (time.perf_counter() - begun) / 20, 2)
 
 
-def wire(seconds: float) -> dict[str, Any]:
+def sizes(part: str, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for megabytes in MEGABYTES:
-        of = {f"{clients}_clients": measured(megabytes, clients, seconds) for clients in (1, 2)}
+        of = {f"{clients}_clients": measured(part, megabytes, clients, seconds) for clients in (1, 2)}
         found[f"{megabytes}_MB"] = {**of, "copy_ms": copied(megabytes)}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["wire", "server", "client"])
+    parser.add_argument("part", choices=["wire", "memory", "server", "client"])
     parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=2.0)
     given = parser.parse_args()
     if given.part == "server":
         serve(Path(given.more[0]), int(given.more[1]))
     elif given.part == "client":
-        work(Path(given.more[0]), int(given.more[1]), int(given.more[2]))
+        work(Path(given.more[0]), int(given.more[1]), int(given.more[2]), given.more[3])
     else:
         machine = f"{platform.machine()}, {os.cpu_count()} cores"
-        print(json.dumps({"wire": wire(given.seconds), "machine": machine}))
+        print(json.dumps({given.part: sizes(given.part, given.seconds), "machine": machine}))
 
 
 if __name__ == "__main__":

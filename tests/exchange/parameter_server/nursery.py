@@ -59,7 +59,8 @@ class Nursery:
                     self._born[address] = int(numbers[0])
                     self._changed.notify_all()
             else:
-                self._listeners[address](list(map(int, numbers)))
+                told = (list(map(int, numbers)),)
+                threading.Thread(target=self._listeners[address], args=told, daemon=True).start()  # it may wait for us
 
 
 def _nurse(asked: TextIO, tell: int, secret: Secret) -> None:

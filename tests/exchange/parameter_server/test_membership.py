@@ -39,11 +39,15 @@ def test_what_an_older_process_was_given_counts_for_nothing() -> None:
     assert membership.joined(again, 1, 2, [0]) == again
 
 
-def test_other_replicas_of_a_lost_primary_join_anew() -> None:
+def test_other_replicas_of_a_lost_primary_stay_holders() -> None:
+    """So many servers may be lost at once as there are replicas, whichever is told of first."""
     view = _seated(3, [(0, 1, 2)])
     after = membership.seated(view, 0, "unix:/new", 2, False)
-    assert after.holders == ((1,),)
-    assert after.joining == ((0, 2),)
+    assert after.holders == ((1, 2),)
+    assert after.joining == ((0,),)
+    both = membership.seated(after, 1, "unix:/new", 2, False)
+    assert both.holders == ((2,),)
+    assert both.joining == ((0, 1),)
     lost_replica = membership.seated(view, 2, "unix:/new", 2, False)
     assert lost_replica.holders == ((0, 1),)
     assert lost_replica.joining == ((2,),)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ class Pending:
             except Closed as error:
                 self._trouble[rank] = str(error)
             except Deadline as error:
-                failure = RunFailed(str(error), where=self._name(rank))
+                before = f" (before that {self._trouble[rank]})" if rank in self._trouble else ""
+                failure = RunFailed(f"{error}{before}", where=self._name(rank))
             except WireError as error:
                 failure = RunFailed(f"it cannot be talked to: {error}", where=self._name(rank))
             except VerbundError as error:
@@ -159,8 +161,13 @@ class Pending:
         wanted = [block for place in places if (block := self._blocks[place]) in self._into]
         for number, (block, place) in enumerate(zip(wanted, given, strict=True)):
             if place is not None:
-                version = window.copy(block, place, self._into[block], self._until)
+                replaced = partial(self._replaced, rank, block)
+                version = window.copy(block, place, self._into[block], self._until, replaced)
                 answer.fields["versions"][number] = version
+
+    def _replaced(self, rank: int, block: int) -> bool:
+        newest = self._client._watch.newest()
+        return newest.seats[rank] != self._view.seats[rank] or newest.primary(block) != rank
 
     def _late(self) -> RunFailed:
         block = self._blocks[min(self._left)]

@@ -9,7 +9,7 @@ where the server reads it while the client waits. Nobody writes into another's m
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,7 +119,7 @@ class Window:
         self._lives = Lives({0: self._neighbour})
         self._words = self._neighbour.memory.words(int(record["words"]), _WORDS * blocks)
 
-    def copy(self, block: int, place: int, target: Tensor, until: float) -> int:
+    def copy(self, block: int, place: int, target: Tensor, until: float, replaced: Callable[[], bool]) -> int:
         """Copies a block's values.
 
         Args:
@@ -127,12 +127,13 @@ class Window:
             place: where they lie.
             target: flat.
             until: on the monotonic clock.
+            replaced: whether another server has the block now, so that nobody settles it here any more.
 
         Returns:
             the version that was copied, which cannot be taken back any more.
 
         Raises:
-            Closed: if the server has ended.
+            Closed: if the server has ended, or was replaced.
             RunFailed: if it does not come to rest.
         """
         words, first = self._words, _WORDS * block
@@ -144,18 +145,20 @@ class Window:
                 version = int(words[first + 1])
                 if words[first] == before:
                     break
-            self._wait(until)
+            self._wait(until, replaced)
         while words[first + 2] < version:
-            self._wait(until)
+            self._wait(until, replaced)
         return version
 
     def close(self) -> None:
         """Lets go of the memory."""
         self._neighbour.close()
 
-    def _wait(self, until: float) -> None:
+    def _wait(self, until: float, replaced: Callable[[], bool]) -> None:
         if self._lives.ended():
             raise Closed("the server has ended")
+        if replaced():
+            raise Closed("another server has the block now")
         if time.monotonic() > until:
             raise RunFailed("a parameter server does not come to rest")
         time.sleep(_PAUSE)

@@ -52,13 +52,10 @@ def seated(view: View, server: int, address: str, generation: int, recovered: bo
                 f"server {server} was lost, and nobody else has block {block}: its parameters are gone",
                 fix="More `strategy.exchange.replicas` keep what more servers have at once",
             )
-        others = [*waited, server]
-        if had[0] == server:
-            # Replicas may have seen of the lost primary what the new one has not.
-            others = [*left[1:], *others]
-            left = left[:1]
+        # Who is left stays a holder, so that nothing counts without it, and it can follow if the next primary is lost
+        # too. What it has seen of the lost one, and the new one has not, is replaced: it is sent each block whole.
         holders.append(left)
-        joining.append(tuple(sorted(set(others))))
+        joining.append(tuple(sorted({*waited, server})))
     return replace(new, holders=tuple(holders), joining=tuple(joining))
 
 

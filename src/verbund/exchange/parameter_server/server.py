@@ -212,6 +212,7 @@ class Server:
 
     def _push(self, message: Message) -> Reply:
         fields = message.fields
+        blocks: list[int] = []
         try:
             push = self._received(message)
             blocks = [part.block for part in push.parts]
@@ -221,6 +222,8 @@ class Server:
                 self._check_primary(blocks)
             self._holdings.check(push)
         except InputError as error:
+            with self._changed:
+                self._check_primary(blocks, begun=False)  # it may have moved in between, which is nobody's mistake
             raise InputError(error.what, where=error.where or _sender(fields), fix=error.fix) from None
         until = self._until(fields)
         with self._changed:
