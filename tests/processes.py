@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import MLP, MakeJob
+from conftest import MLP, MakeJob, wait_for
 
 # A task whose workers tell who they are and when, so that a test can strike one of them.
 MARKED = (
@@ -29,13 +29,12 @@ def inputs(batch):
 
 def pids(folder: Path, count: int, seconds: float = 20.0) -> list[int]:
     """The pids of workers that are alive and computing."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        living = [int(path.name[4:]) for path in folder.glob("pid-*") if alive(int(path.name[4:]))]
-        if len(living) >= count:
-            return sorted(living)
-        time.sleep(0.02)
-    raise AssertionError(f"{count} workers did not start")
+
+    def living() -> list[int]:
+        found = sorted(int(path.name[4:]) for path in folder.glob("pid-*") if alive(int(path.name[4:])))
+        return found if len(found) >= count else []
+
+    return list(wait_for(living, f"{count} workers", seconds))
 
 
 def alive(pid: int) -> bool:

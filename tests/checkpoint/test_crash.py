@@ -9,7 +9,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -174,7 +173,9 @@ def test_killed_at_random_times(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     save(tmp_path, 1)
     done = 1
-    for _ in range(12):
+    for killed in range(500):
+        if killed >= 12 and done > 5:  # a busy machine saves little in so short times
+            break
         reading, writing = os.pipe()
 
         def work(writing: int = writing) -> None:
@@ -208,42 +209,26 @@ def test_killed_at_random_times(tmp_path: Path, seed: int) -> None:
     assert done > 5
 
 
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk") as disk:
-        save(disk, 1)
-        large = [Piece.whole("parameters", "w", torch.ones(1 << 20))]
-        with pytest.raises(CheckpointError, match="the disk is full") as caught:
-            write_part(partial_folder(disk, 2), 0, large)
-        assert "part-00000-0.safetensors" in str(caught.value)
-        assert not list(partial_folder(disk, 2).iterdir())  # the space is free again at once
-        checkpoint.discard(disk, 2)
-        # Full to the last byte: not even a manifest fits.
-        record = write_part(partial_folder(disk, 3), 0, [Piece.whole("parameters", "w", torch.ones(3))])
-        filler = disk / "filler"
-        with pytest.raises(OSError, match="No space"):
-            filler.write_bytes(bytes(1 << 20))
-        with pytest.raises(CheckpointError, match="the disk is full"):
-            checkpoint.commit(disk, 3, [record], {})
-        checkpoint.discard(disk, 3)
-        assert check(newest_valid(disk)[0]) == 1
-        filler.unlink()
-        assert check(save(disk, 4)) == 4
+@pytest.mark.parametrize("small_disk", ["256k"], indirect=True)
+def test_a_full_disk(small_disk: Path) -> None:
+    save(small_disk, 1)
+    large = [Piece.whole("parameters", "w", torch.ones(1 << 20))]
+    with pytest.raises(CheckpointError, match="the disk is full") as caught:
+        write_part(partial_folder(small_disk, 2), 0, large)
+    assert "part-00000-0.safetensors" in str(caught.value)
+    assert not list(partial_folder(small_disk, 2).iterdir())  # the space is free again at once
+    checkpoint.discard(small_disk, 2)
+    # Full to the last byte: not even a manifest fits.
+    record = write_part(partial_folder(small_disk, 3), 0, [Piece.whole("parameters", "w", torch.ones(3))])
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(bytes(1 << 20))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.commit(small_disk, 3, [record], {})
+    checkpoint.discard(small_disk, 3)
+    assert check(newest_valid(small_disk)[0]) == 1
+    filler.unlink()
+    assert check(save(small_disk, 4)) == 4
 
 
 def test_a_limit_of_file_size(tmp_path: Path) -> None:

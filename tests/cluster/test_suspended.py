@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from conftest import MakeJob
+from conftest import MakeJob, wait_for
 from processes import pids, start_command, write_job
 from verbund.run import Run
 
@@ -36,10 +36,7 @@ def test_workers_do_not_wait_for_it(make_job: MakeJob, tmp_path: Path) -> None:
     pids(tmp_path, 2)
     os.kill(command.pid, signal.SIGSTOP)
     journal = tmp_path / "run" / "journal" / "worker-0-1.jsonl"
-    deadline = time.monotonic() + 30
-    while '"t":"end"' not in journal.read_text():
-        assert time.monotonic() < deadline, "the workers stand still too"
-        time.sleep(0.1)
+    wait_for(lambda: '"t":"end"' in journal.read_text(), "the end of the workers, which stand still too,", 30)
     os.kill(command.pid, signal.SIGCONT)
     _, errors = command.communicate(timeout=30)
     assert command.returncode == 0, errors

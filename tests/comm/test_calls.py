@@ -211,6 +211,24 @@ def test_what_is_under_way_is_bounded() -> None:
             calls.ask("pull", None, 1.0)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_one_thread_s_requests_are_done_in_order(seed: int) -> None:
+    """Also those that are started while earlier ones are sent again over a new connection."""
+    with serving() as (server, _):
+        chance = random.Random(seed)
+        for _ in range(20):
+            del server.done[:]
+            calls = Calls(lambda seconds: dial(server.listener.address, SECRET, seconds), "the server")
+            under_way = []
+            for number in range(30):
+                under_way.append(calls.start("push", {"number": number}, 10.0, x=np.ones(4)))
+                time.sleep(chance.choice([0.0, 0.0, 0.001]))
+            for call in under_way:
+                call.result()
+            assert server.done == list(range(30))
+            calls.close()
+
+
 def test_waiting_a_while() -> None:
     with serving() as (_, calls):
         call = calls.start("slow", {"seconds": 0.2, "number": 1}, 5.0, x=np.ones(4))

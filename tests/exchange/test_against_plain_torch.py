@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from trained import parameters
 from verbund.data.order import Order
 from verbund.job import Exchange, Job
 from verbund.run import Run
 
-from .test_local_sgd import MODEL, parameters
+from .test_local_sgd import MODEL
 
 
 def reference(job: Job, rows: int = 203) -> dict[str, torch.Tensor]:

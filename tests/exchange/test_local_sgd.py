@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from verbund.checkpoint.read import Checkpoint
+from trained import close
 from verbund.run import Run
 
 SGD = {"name": "sgd", "lr": 0.1}
@@ -18,19 +17,6 @@ from torch import nn
 def model():
     return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
 """
-
-
-def parameters(run: Run) -> dict[str, torch.Tensor]:
-    path = sorted(run.checkpoints.glob("step-*"))[-1]
-    with Checkpoint.open(path) as checkpoint:
-        return {name: checkpoint.read("parameters", name) for name in checkpoint.names("parameters")}
-
-
-def close(a: Run, b: Run, limit: float = 1e-6) -> None:
-    one, other = parameters(a), parameters(b)
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=limit, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from conftest import MakeJob
+from trained import close, parameters
 from verbund.checkpoint import folder
 from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.local import LocalCluster
@@ -27,7 +28,7 @@ from verbund.run import Run
 from verbund.stage import launch
 from verbund.stage.verify import lines, verify
 
-from .test_local_sgd import MODEL, close, parameters
+from .test_local_sgd import MODEL
 
 NORMALISED = """
 from torch import nn

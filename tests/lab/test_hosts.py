@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from verbund.run import Run
 from verbund.stage import launch
 
 pytestmark = pytest.mark.skipif((why := missing()) is not None, reason=why or "")
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with Lab(hosts=2) as lab:
-        yield lab
 
 
 @pytest.mark.parametrize(("hosts", "mesh"), [(2, {"data": 4}), (4, {"data": 2, "tensor": 2})])

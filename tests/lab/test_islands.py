@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from conftest import MLP, MakeJob, losses, wait_for
 from lab import Lab, missing
 from lab.runs import ENDLESS, VERBUND, ended, start, train, write
 from processes import MARKED, gone
-from verbund import checkpoint
-from verbund.checkpoint.read import Checkpoint
+from trained import newest, parameters
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -53,23 +51,6 @@ while True:
         begun[flow] = True
         print("tls" if data[:2] == b"\\x16\\x03" else f"other {data[:20]}", flush=True)
 """
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    with Lab(hosts=2) as lab:
-        yield lab
-
-
-def saved(run: Run) -> Checkpoint:
-    found = checkpoint.latest(run.checkpoints)
-    assert found is not None
-    return Checkpoint.open(found)
-
-
-def parameters(run: Run) -> dict[str, torch.Tensor]:
-    with saved(run) as found:
-        return {name: found.read("parameters", name) for name in found.names("parameters")}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +122,7 @@ def test_a_cut_link_is_named_and_the_run_goes_on_later(lab: Lab, make_job: MakeJ
     assert document["cause"]["what"].startswith(f"host {lab.hosts[1]} is lost with worker 1: ")
     assert gone(beyond, 10)
     lab.restore(1)
-    with saved(Run.open(tmp_path / "run")) as found:
+    with newest(Run.open(tmp_path / "run")) as found:
         steps = found.step + 4
     done = lab.run(0, [*VERBUND, "resume", "run", "--set", f"train.steps={steps}"], cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -16,13 +16,7 @@ from verbund.errors import InputError, TaskError
 from verbund.mesh import activation_checkpointing
 from verbund.randomness import SampleRandomness, WorkerRandomness
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def nothing() -> tuple[nullcontext[None], nullcontext[None]]:

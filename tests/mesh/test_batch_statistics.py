@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,7 @@ from verbund.errors import TaskError
 from verbund.mesh.batch_statistics import BufferDeltas, has_batch_statistics, synchronise
 from verbund.mesh.changing_buffers import changing, persistent
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Workers:

@@ -54,12 +54,7 @@ def write_run(
             journals[0].event("validation", step=step + 1, metrics=metrics)
     for rank, journal in enumerate(journals):
         journal.totals("links", links={"127.0.0.1:9": [100 * (rank + 1), 50]})
-        journal.totals("memory", peak=1_000_000 * (rank + 1))
-        journal.flush()
-        if hosts:
-            text = journal.path.read_text().replace('"host":"', f'"host":"h{rank}-', 1)
-            journal.path.write_text(text)
-        journal.close()
+    _close(journals, hosts)
     return max(now)
 
 
@@ -112,6 +107,11 @@ def write_pipeline(
             journal.add("compute", step, end_of_step, end_of_step + 3 * MS)
         journals[0].step(step, 1 / (step + 1), 8.0, 8, 1e-3)
         now = begin + round(length * unit) + 4 * MS
+    _close(journals, hosts)
+
+
+def _close(journals: list[Journal], hosts: bool) -> None:
+    """Ends them; `hosts`: each as if it were of a host of its own."""
     for rank, journal in enumerate(journals):
         journal.totals("memory", peak=1_000_000 * (rank + 1))
         journal.flush()

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from conftest import MakeJob, losses
-from verbund import checkpoint
-from verbund.checkpoint.read import Checkpoint
+from trained import newest
 from verbund.cluster.local import LocalCluster
 from verbund.errors import RunFailed
 from verbund.job import parse_strategy
@@ -70,12 +69,6 @@ def settings(name: str, workers: int = 2, **more: Any) -> dict[str, Any]:
     }
 
 
-def last(run: Run) -> Checkpoint:
-    found = checkpoint.latest(run.checkpoints)
-    assert found is not None
-    return Checkpoint.open(found)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_near_the_uncompressed(name: str, workers: int, run_job: RunJob) -> None:
@@ -88,7 +81,7 @@ def test_near_the_uncompressed(name: str, workers: int, run_job: RunJob) -> None
     assert losses(run)[0] == pytest.approx(losses(exact)[0], rel=1e-5)
     tight = name in ("fp16", "bf16", "int8")
     assert losses(run)[-1] == pytest.approx(losses(exact)[-1], rel=0.01 if tight else 0.15)
-    saved = last(run)
+    saved = newest(run)
     assert torch.equal(saved.read("parameters", "unused"), torch.ones(40, 30))
     kept = [n for n in saved.names("exchange") if n.startswith("compression/error/")]
     assert ("compression/error/scalar" in kept) == (name != "power_sgd")
@@ -107,7 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, run_job: RunJob) -> N
     run = run_job(ODD, {**settings(name), "train.steps": 5})
     run = launch.resume(run.path, {"train.steps": 8})
     assert losses(run) == losses(whole)
-    a, b = last(run), last(whole)
+    a, b = newest(run), newest(whole)
     for kind in ("parameters", "exchange"):
         assert sorted(a.names(kind)) == sorted(b.names(kind))
         for tensor in a.names(kind):
@@ -117,7 +110,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, run_job: RunJob) -> N
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
 def test_other_workers_share_what_was_not_sent(before: int, after: int, run_job: RunJob) -> None:
     run = run_job(ODD, {**settings("top_k", before), "train.steps": 4})
-    errors = {n: last(run).read("exchange", n) for n in last(run).names("exchange")}
+    errors = {n: newest(run).read("exchange", n) for n in newest(run).names("exchange")}
     # No step is taken with a rate of 0, but errors go on; so none is done at all.
     resumed = launch.resume(run.path, {"strategy.mesh": {"data": after}, "train.steps": 5})
     notes = " ".join(resumed.summary["notes"])
@@ -190,7 +183,7 @@ def test_bfloat16_parameters(name: str, run_job: RunJob) -> None:
     exact = run_job(task, settings("none"))
     run = run_job(task, settings(name))
     assert losses(run)[-1] == pytest.approx(losses(exact)[-1], rel=0.2)
-    assert last(run).dtype("exchange", "compression/error/second.weight") == torch.float32
+    assert newest(run).dtype("exchange", "compression/error/second.weight") == torch.float32
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}])
@@ -205,7 +198,7 @@ def model():
     exact = run_job(task, settings("none"))
     run = run_job(task, {**settings(name), "strategy.mesh": mesh})
     assert losses(run)[-1] == pytest.approx(losses(exact)[-1], rel=0.15)
-    assert last(run).shape("exchange", "compression/error/2.weight") == (2, 64, 64)
+    assert newest(run).shape("exchange", "compression/error/2.weight") == (2, 64, 64)
     resumed = launch.resume(run.path, {"strategy.mesh": {"data": 2}, "train.steps": 10})
     assert losses(resumed)[-1] < losses(resumed)[0]
 
@@ -258,7 +251,7 @@ def test_islands(name: str, mesh: dict[str, int], exchange: Any, run_job: RunJob
     else:  # the end of a training is an exchange more
         assert losses(run)[:5] == losses(whole)[:5]
     workers = 4 if mesh else 2
-    assert last(run).shape("exchange", "compression/error/second.weight") == (workers, 64, 64)
+    assert newest(run).shape("exchange", "compression/error/second.weight") == (workers, 64, 64)
 
 
 def test_verify_leaves_out_exchanges(make_job: MakeJob) -> None:

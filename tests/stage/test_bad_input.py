@@ -97,6 +97,10 @@ def test_task_file(task: str, words: list[str], run_job: RunJob) -> None:
         ({"train.optimizer.name": "adamm"}, ["adamm", "dam"]),
         ({"train.optimizer.weight_decai": 0.1}, ["weight_decai", "weight_decay"]),
         ({"train.optimizer.name": "lbfgs"}, ["lbfgs", "adamw"]),
+        (
+            {"train.optimizer.name": "muon", "strategy.exchange": "parameter_server"},
+            ["`muon` needs whole parameters", "ftrl"],
+        ),
         ({"train.optimizer.groups": [{"match": "*.weihgt", "lr": 0.1}]}, ["*.weihgt"]),
         ({"validate.metrics": ["acuracy"]}, ["acuracy", "accuracy"]),
         (

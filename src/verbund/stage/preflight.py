@@ -15,6 +15,7 @@ from verbund.data.order import Order
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
 from verbund.errors import InputError, Problem, VerbundError, nearest
+from verbund.exchange.parameter_server import server_optimizer
 from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.job import CASTS, Compression, Job
 from verbund.mesh import device, optimizer, schedule
@@ -34,6 +35,8 @@ def work(worker: Worker) -> dict[str, Any]:
     """Runs in a process of its own, so that whatever it allocates or breaks is gone with it."""
     job = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
     problems = optimizer.check(job.train.optimizer)
+    if job.strategy.exchange.served and not problems:
+        problems = server_optimizer.check(job.train.optimizer)
     try:
         wanted(job)
     except InputError as error:

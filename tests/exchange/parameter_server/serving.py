@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from chaos.proxy import Proxy
 from exchange.parameter_server.nursery import Nursery
 from verbund.comm.wire import Calls, Secret, WireError, dial, listen
 from verbund.exchange.parameter_server.client import Client
@@ -92,7 +93,18 @@ class Process:
 
 
 class Cluster:
-    """Servers, and who holds what. `holders` are the servers of each block, the primary first."""
+    """Servers, and who holds what.
+
+    Args:
+        plan: of the run.
+        folder: for sockets and logs.
+        holders: of each block, the primary first.
+        clients: islands.
+        kind: threads or processes.
+        log: whether servers have one.
+        faults: the seed of what happens to all frames; None: nothing.
+        more: for each server.
+    """
 
     def __init__(
         self,
@@ -102,18 +114,21 @@ class Cluster:
         clients: int = 2,
         kind: type[Thread] | type[Process] = Thread,
         log: bool = False,
+        faults: int | None = None,
         **more: Any,
     ) -> None:
         self.plan = plan
         self.folder = folder
         self._kind = kind
         self._log = log
+        self._faults = faults
+        self.proxies: list[Proxy] = []
         self._more: dict[str, Any] = {"deadline": 20.0, **more}
         self._lock = threading.RLock()
         self.servers: dict[int, Any] = {}
         self.clients: list[Client] = []
         count = max(max(servers) for servers in holders) + 1
-        seats = tuple(Seat(self._address(rank, 0), 0) for rank in range(count))
+        seats = tuple(Seat(self._place(rank, 0), 0) for rank in range(count))
         self.view = View(1, seats, tuple(holders), tuple(() for _ in holders), (0,) * clients)
         self.watch = Views(self.view)
         for rank in range(count):
@@ -136,29 +151,22 @@ class Cluster:
         """Kills a server; nobody is told."""
         self.servers.pop(rank).kill()
 
-    def fail_over(self, rank: int) -> None:
-        """A server was lost: others take its blocks over, and one in its place joins them."""
+    def fail_over(self, *ranks: int) -> None:
+        """Servers were lost: others take their blocks over, and new ones in their places join those."""
         with self._lock:
-            generation = self.view.seats[rank].generation + 1
-            address = self._address(rank, generation)
-            seats = tuple(Seat(address, generation) if r == rank else s for r, s in enumerate(self.view.seats))
-            holders, joining = [], []
-            for has, joins in zip(self.view.holders, self.view.joining, strict=True):
-                if rank not in has + joins or self._log:
-                    holders.append(has)
-                    joining.append(joins)
-                    continue
-                left = [server for server in has if server != rank]
-                if has[0] == rank:
-                    assert left, "a block is lost"
-                    others = [*left[1:], *(server for server in joins if server != rank)]
-                    left = left[:1]
-                else:
-                    others = [server for server in joins if server != rank]
-                holders.append(tuple(left))
-                joining.append((*others, rank))
-            self._start(rank, generation)
-            self.change(seats=seats, holders=tuple(holders), joining=tuple(joining))
+            seats, holders, joining = list(self.view.seats), list(self.view.holders), list(self.view.joining)
+            for rank in ranks:
+                generation = seats[rank].generation + 1
+                seats[rank] = Seat(self._place(rank, generation), generation)
+            if not self._log:
+                for block, has in enumerate(holders):
+                    lost = [rank for rank in ranks if rank in has + joining[block]]
+                    holders[block] = tuple(rank for rank in has if rank not in ranks)
+                    joining[block] = (*(rank for rank in joining[block] if rank not in ranks), *lost)
+                    assert holders[block], "a block is lost"
+            for rank in ranks:
+                self._start(rank, seats[rank].generation)
+            self.change(seats=tuple(seats), holders=tuple(holders), joining=tuple(joining))
 
     def joined(self, rank: int, generation: int, blocks: list[int]) -> None:
         """A joining server has blocks whole."""
@@ -184,9 +192,20 @@ class Cluster:
             client.close()
         for rank in list(self.servers):
             self.servers.pop(rank).kill()
+        for proxy in self.proxies:
+            proxy.close()
 
     def _address(self, rank: int, generation: int) -> str:
         return f"unix:{self.folder}/s{rank}-{generation}"
+
+    def _place(self, rank: int, generation: int) -> str:
+        """Where others reach a server."""
+        if self._faults is None:
+            return self._address(rank, generation)
+        path = f"{self.folder}/p{rank}-{generation}"
+        seed = hash((self._faults, rank, generation))
+        self.proxies.append(Proxy(path, self._address(rank, generation).removeprefix("unix:"), seed))
+        return f"unix:{path}"
 
     def _start(self, rank: int, generation: int = 0) -> None:
         folder = self.folder / f"log-{rank}" if self._log else None

@@ -89,6 +89,8 @@ class Calls:
         self._changed = threading.Condition()
         self._under_way: dict[int, Call] = {}
         self._connection: Connection | None = None
+        self._direct = False
+        """Whether all earlier requests were sent over it: what one thread starts is sent in its order."""
         self._receiving = 0
         """Which request's answer is being written into its place."""
         self._trouble = "it has not been reached yet"
@@ -133,7 +135,7 @@ class Calls:
             call = Call(self, self._number, size, deadline, into or {})
             call.kind, call.fields, call.arrays = kind, dict(fields or {}), arrays
             self._under_way[call.number] = call
-            connection = self._connection
+            connection = self._connection if self._direct else None
         if connection is not None:
             self._send(connection, call)
         return call
@@ -252,9 +254,8 @@ class Calls:
     def _converse(self, connection: Connection) -> None:
         with self._changed:
             self._connection = connection
-            again = sorted(self._under_way.values(), key=lambda call: call.number)
             self._trouble = "it is silent"
-        sender = threading.Thread(target=self._send_all, args=(connection, again), daemon=True)
+        sender = threading.Thread(target=self._send_again, args=(connection,), daemon=True)
         sender.start()
         try:
             while not self._closing:
@@ -268,15 +269,25 @@ class Calls:
         finally:
             with self._changed:
                 self._connection = None
+                self._direct = False
                 self._receiving = 0
                 self._changed.notify_all()
             connection.end()
             sender.join()
             connection.close()
 
-    def _send_all(self, connection: Connection, calls: list[Call]) -> None:
-        for call in calls:
+    def _send_again(self, connection: Connection) -> None:
+        """Sends all that is under way over a new connection, in order."""
+        last = 0
+        while True:
+            with self._changed:
+                number = min((number for number in self._under_way if number > last), default=None)
+                if number is None or self._connection is not connection:
+                    self._direct = self._connection is connection
+                    return
+                call = self._under_way[number]
             self._send(connection, call)
+            last = number
 
     def _places(self, kind: str, fields: dict[str, Any]) -> Mapping[str, Place]:
         with self._changed:

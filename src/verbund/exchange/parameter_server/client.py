@@ -9,15 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verbund.comm.shared_memory.identity import Unavailable
 from verbund.comm.wire import Call, Calls, Closed, Credentials, Deadline, Message, Payload, Place, WireError, dial
 from verbund.errors import RunFailed, VerbundError
 from verbund.exchange.parameter_server import records
+from verbund.exchange.parameter_server.exposed import Outbox, Window
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Part, Push
 from verbund.exchange.parameter_server.row_cache import RowCache
@@ -48,6 +51,7 @@ class Pending:
         make: the request of some parts, by their places.
         take: what to do with the answer to it.
         seconds: within which all must be answered.
+        into: flat tensors by block, of what is pulled whole.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Pending:
         make: Callable[[list[int]], _Request],
         take: Callable[[list[int], Message], None],
         seconds: float,
+        into: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._client = client
         self._blocks = blocks
@@ -67,6 +72,8 @@ class Pending:
         self._view: View = client._watch.newest()
         self._trouble: dict[int, str] = {}
         self._calls: list[tuple[int, list[int], Call]] = []
+        self._into = into
+        self._windows: dict[int, Window | None] = {}
         self._start()
 
     def result(self) -> None:
@@ -102,7 +109,11 @@ class Pending:
             }
             try:
                 calls = self._client._to(rank, view.seats[rank])
-                call = calls.start(request.kind, fields, left, request.into, **request.arrays)
+                arrays = request.arrays
+                if (window := self._client._window(rank, view.seats[rank], calls)) is not None:
+                    arrays = self._client._by_place(fields, arrays)
+                self._windows[rank] = window
+                call = calls.start(request.kind, fields, left, request.into, **arrays)
             except WireError as error:
                 self._trouble[rank] = str(error)
             else:
@@ -129,10 +140,27 @@ class Pending:
                 if answer.kind == "moved":
                     self._trouble[rank] = f"it has other blocks by view {answer.fields.get('view')}"
                     continue
+                try:
+                    self._look(rank, places, answer)
+                except Closed as error:
+                    self._trouble[rank] = str(error)
+                    continue
                 self._take(places, answer)
                 self._left.difference_update(places)
         if failure is not None:
             raise failure
+
+    def _look(self, rank: int, places: list[int], answer: Message) -> None:
+        """Copies what lies in the server's memory to where it is wanted; its version is the one that it had then."""
+        given = answer.fields.get("places")
+        window = self._windows.get(rank)
+        if window is None or self._into is None or not given:
+            return
+        wanted = [block for place in places if (block := self._blocks[place]) in self._into]
+        for number, (block, place) in enumerate(zip(wanted, given, strict=True)):
+            if place is not None:
+                version = window.copy(block, place, self._into[block], self._until)
+                answer.fields["versions"][number] = version
 
     def _late(self) -> RunFailed:
         block = self._blocks[min(self._left)]
@@ -216,6 +244,7 @@ class Client:
         deadline: seconds within which a request must be answered, failovers included.
         row_cache: for how many tickets a row of a table may be taken again; 0: it is always pulled.
         cache_bytes: that the cache of one table may have.
+        patience: seconds of a server's silence after which requests to it are sent again.
     """
 
     def __init__(
@@ -228,7 +257,9 @@ class Client:
         deadline: float = 60.0,
         row_cache: int = 0,
         cache_bytes: int = _CACHE_BYTES,
+        patience: float = 30.0,
     ) -> None:
+        self._patience = patience
         self._plan = plan
         self._model = plan.model
         self._island = island
@@ -239,6 +270,10 @@ class Client:
         self._lock = threading.Lock()
         self._calls: dict[int, tuple[Seat, Calls]] = {}
         self._closed = threading.Event()
+        self._outbox = Outbox.make()
+        self._windows: dict[int, Window | None] = {}
+        self._seen: dict[int, Seat] = {}
+        self._looking = threading.Lock()
         self.tables = TableRuns(plan)
         self.cache = RowCache(row_cache, cache_bytes) if row_cache else None
         threading.Thread(target=self._follow, name="views", daemon=True).start()
@@ -271,6 +306,7 @@ class Client:
         """
         outcomes: list[Outcome | None] = [None] * len(parts)
         versions: dict[int, int] = {}
+        parts = self._in_outbox(parts)
         whole = Push(self._island, self._generation, ticket, share, scale, weight, rate, low, parts)
 
         def make(places: list[int]) -> _Request:
@@ -285,7 +321,7 @@ class Client:
                 versions.update(zip(self._dense(parts, places), answer.fields["versions"], strict=True))
 
         blocks = [part.block for part in parts]
-        return Pushing(Pending(self, blocks, make, take, self._deadline), outcomes, versions)
+        return Pushing(Pending(self, blocks, make, take, self._deadline, into), outcomes, versions)
 
     def push(self, ticket: int, parts: Sequence[Part], *, weight: float, **more: Any) -> list[Outcome]:
         """Pushes and waits; see `start_push`."""
@@ -318,7 +354,7 @@ class Client:
         def take(places: list[int], answer: Message) -> None:
             versions.update(zip([blocks[place] for place in places], answer.fields["versions"], strict=True))
 
-        return Pulling(Pending(self, blocks, make, take, self._deadline), versions)
+        return Pulling(Pending(self, blocks, make, take, self._deadline, into), versions)
 
     def pull(self, into: Mapping[int, Tensor], least: int = 0) -> dict[int, int]:
         """Pulls and waits; the versions by block. See `start_pull`."""
@@ -425,6 +461,49 @@ class Client:
         for each in calls:
             each.close()
 
+    def _in_outbox(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Parts whose values lie where servers of this host can read them, if there are any."""
+        if self._outbox is None or not any(self._windows.values()):
+            return parts
+        dense = {p.block: p.values for p in parts if p.values is not None and p.rows is None}
+        moved = self._outbox.put(dense)
+        return [replace(p, values=moved[p.block]) if p.block in dense else p for p in parts]
+
+    def _by_place(self, fields: dict[str, Any], arrays: Mapping[str, Payload]) -> Mapping[str, Payload]:
+        """What of a request's arrays travels, where the server reads the rest in this client's memory; `fields` gets
+        their places."""
+        fields["looks"] = True
+        if "parts" not in fields or self._outbox is None:
+            return arrays
+        places: list[int | None] = []
+        left = dict(arrays)
+        for number in range(len(fields["parts"])):
+            values = left.get(f"v{number}")
+            place = self._outbox.place(values) if isinstance(values, Tensor) else None
+            places.append(place)
+            if place is not None:
+                del left[f"v{number}"]
+        if any(place is not None for place in places):
+            fields["places"], fields["outbox"] = places, self._outbox.name
+        return left
+
+    def _window(self, rank: int, seat: Seat, calls: Calls) -> Window | None:
+        """The memory of a server on this host; it is asked once."""
+        if self._outbox is None:
+            return None
+        with self._looking:
+            known = self._windows.get(rank)
+            if known is None or self._seen.get(rank) != seat:
+                if known is not None:
+                    known.close()
+                self._seen[rank], self._windows[rank] = seat, None
+                fields = {"model": self._model, "outbox": self._outbox.record(), "name": self._outbox.name}
+                answer = calls.ask("window", fields, self._deadline)
+                if answer.kind == "window":
+                    with suppress(Unavailable):
+                        self._windows[rank] = Window(answer.fields, len(self._plan.blocks))
+            return self._windows[rank]
+
     def _one(self, kind: str, block: int, fields: dict[str, Any], arrays: Mapping[str, Payload]) -> None:
         request = _Request(kind, fields, arrays, {})
         Pending(self, [block], lambda places: request, lambda places, answer: None, self._deadline).result()
@@ -451,7 +530,11 @@ class Client:
                 return known[1]
             if known is not None:
                 known[1].close(wait=False)
-            calls = Calls(lambda seconds: dial(seat.address, self._credentials, seconds), _name(rank, seat))
+            calls = Calls(
+                lambda seconds: dial(seat.address, self._credentials, seconds),
+                _name(rank, seat),
+                patience=self._patience,
+            )
             self._calls[rank] = (seat, calls)
             return calls
 

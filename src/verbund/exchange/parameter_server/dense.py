@@ -37,6 +37,10 @@ class Dense:
         """Flat."""
         return self.parameter.detach().view(-1)
 
+    def move(self, memory: Tensor) -> None:
+        """The values lie in this memory from now on, flat, which has them already."""
+        self.parameter.data = memory.view(self.parameter.shape)
+
     def state(self) -> dict[str, Tensor]:
         """The optimiser's, by torch's keys; empty before the first step."""
         return {key: value for key, value in self._optimizer.state(self.parameter).items() if isinstance(value, Tensor)}
@@ -61,6 +65,10 @@ class Sum:
     def __init__(self, block: Block, values: Tensor) -> None:
         self.block = block
         self.values = values
+
+    def move(self, memory: Tensor) -> None:
+        """The values lie in this memory from now on, which has them already."""
+        self.values = memory
 
     def add(self, total: Tensor) -> None:
         """Adds up."""

@@ -75,6 +75,7 @@ class Follower:
         changed: the lock.
         events: see there.
         deadline: seconds that it may take for a record.
+        patience: seconds of silence after which records are sent again.
         pause: seconds before it begins.
     """
 
@@ -88,6 +89,7 @@ class Follower:
         changed: threading.Condition,
         events: Events,
         deadline: float,
+        patience: float,
         pause: float = 0.0,
     ) -> None:
         self.rank = rank
@@ -107,7 +109,7 @@ class Follower:
         self._queue: deque[_Item] = deque()
         self._images: deque[int] = deque()
         self._under_way: deque[tuple[Call, _Item]] = deque()
-        self._calls = Calls(connect, self.name)
+        self._calls = Calls(connect, self.name, patience=patience)
         for work in (self._send, self._settle):
             threading.Thread(target=work, name=f"to {self.name}", daemon=True).start()
 
@@ -135,7 +137,8 @@ class Follower:
         """A record, of which it is to get what is about its blocks."""
         part = records.of_blocks(record, self.has.sent)
         if part is not None:
-            self._put(number, part, {"versions": [versions.get(block) for block in records.blocks_of(part)]})
+            after = [versions[block] for block in records.blocks_of(part) if block in versions]
+            self._put(number, part, {"versions": after})
 
     def waits_for(self, block: int, number: int) -> bool:
         """Whether it has not got all that there was of a block up to this number."""

@@ -5,7 +5,7 @@ A deterministic state machine: the same calls in the same order give the same bi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class _Step:
     gradient: Tensor
     rows: Tensor | None  # of the block
     rate: float
+    borrowed: bool = False  # the gradient is the push's own memory
 
 
 class Holdings:
@@ -55,13 +56,16 @@ class Holdings:
 
     Args:
         plan: of the run.
+        adopt: gives a block that is no table memory with its values in it, for as long as it is here; None: it keeps
+            its own.
 
     Raises:
-        InputError: if the plan's optimiser needs whole tensors.
+        JobError: if the plan's optimiser needs whole tensors.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, adopt: Callable[[int, Tensor], Tensor | None] = lambda *_: None) -> None:
         self.plan = plan
+        self._adopt = adopt
         self._synchronous = plan.rule.consistency == "synchronous"
         self._optimizer = ServerOptimizer(plan.optimizer, sorted({block.name for block in plan.blocks}))
         self._held: dict[int, _Held] = {}
@@ -122,6 +126,7 @@ class Holdings:
             held.tickets[int(ticket)] = Ticket.of(record, image.part(f"tickets/{ticket}/"))
         if fields["history"] is not None:
             held.history = History.of(fields["history"], image.part("history/"))
+        self._settle_in(image.block, held.store)
         self._held[image.block] = held
 
     def image(self, block: int, copy: bool = True) -> Image:
@@ -181,8 +186,12 @@ class Holdings:
         held = [self._here(part.block) for part in push.parts]
         return self._share(push, held) if self._synchronous else self._at_once(push, held)
 
-    def read(self, blocks: Sequence[int]) -> Tensor:
+    def read(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
         """The values of blocks of one dtype that are no tables, flat, one after the other: a copy.
+
+        Args:
+            blocks: their numbers.
+            into: memory for it, flat.
 
         Raises:
             InputError: if a block is not here, is a table, or has another dtype than the first.
@@ -195,7 +204,7 @@ class Holdings:
             found.append(store.values)
             if found[0].dtype != found[-1].dtype:
                 raise InputError(f"block {number} (`{store.block.name}`) has another dtype than block {blocks[0]}")
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(found, out=into) if found else torch.empty(0)
 
     def read_rows(self, block: int, rows: Tensor) -> Tensor:
         """Rows of a table, [len(rows), width], in any order: a copy. Those that no push has changed yet may be made for
@@ -238,7 +247,17 @@ class Holdings:
         for block in blocks:
             yield from saved.pieces(self._here(block).store)
 
+    def values(self, block: int) -> Tensor | None:
+        """A block's values themselves, flat; None of a table."""
+        store = self._here(block).store
+        return None if isinstance(store, Table) else store.values
+
+    def _settle_in(self, block: int, store: Store) -> None:
+        if not isinstance(store, Table) and (own := self._adopt(block, store.values)) is not None:
+            store.move(own)
+
     def _begin(self, block: int, store: Store, version: int) -> None:
+        self._settle_in(block, store)
         ledger = Ledger(self.plan.rule.shares, version if self._synchronous else 0)
         history = History(version) if self.plan.rule.compensation and not isinstance(store, Sum) else None
         self._held[block] = _Held(store, version, ledger, history=history)
@@ -270,7 +289,10 @@ class Holdings:
             return None
         rate = push.rate / max(staleness, 1) if self.plan.rule.staleness_aware else push.rate
         rows = held.store.local(part.rows) if isinstance(held.store, Table) and part.rows is not None else None
-        gradient = _scaled(part.values, push.scale / push.weight, _buffer(held))
+        factor = push.scale / push.weight
+        if factor == 1.0 and held.history is None:
+            return _Step(held, part.values, rows, rate, borrowed=True)
+        gradient = _scaled(part.values, factor, _buffer(held))
         if held.history is not None:
             now = held.store.values if isinstance(held.store, Dense) else held.store.gather(_given(rows))
             then = held.history.at(part.base, now, rows)
@@ -344,7 +366,7 @@ class Holdings:
                 elif isinstance(store, Dense):
                     store.set_gradient(step.gradient)
                     parameters.append(store.parameter)
-                    step.held.buffer = step.gradient
+                    step.held.buffer = step.held.buffer if step.borrowed else step.gradient
             self._optimizer.step(parameters, rate)
             for step in alike:
                 if isinstance(step.held.store, Table):

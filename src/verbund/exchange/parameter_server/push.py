@@ -91,8 +91,11 @@ class Push:
         return replace(self, parts=[part for part in self.parts if part.block in blocks])
 
     @staticmethod
-    def of(fields: Mapping[str, Any], arrays: Mapping[str, Array], plan: Plan) -> Push:
-        """The push that `fields` and `arrays` gave, whose tensors lie in the memory of the arrays.
+    def of(
+        fields: Mapping[str, Any], arrays: Mapping[str, Array], plan: Plan, known: Mapping[str, Tensor] | None = None
+    ) -> Push:
+        """The push that `fields` and `arrays` gave, whose tensors lie in the memory of the arrays; `known` are those that
+        did not travel.
 
         Raises:
             InputError: if it is none. Whether its parts fit their blocks is another question.
@@ -107,7 +110,7 @@ class Push:
             if item[0] >= len(plan.blocks):
                 raise InputError(f"there is no block {item[0]}; there are {len(plan.blocks)}")
             values = rows = None
-            if item[2]:
+            if item[2] and (known is None or (values := known.get(f"v{number}")) is None):
                 values = tensor_of(_array(arrays, f"v{number}"), plan.blocks[item[0]].dtype)
             if item[3] is not None:
                 rows = tensor_of(_array(arrays, f"r{number}"))

@@ -64,6 +64,7 @@ class Replication:
         joined: see there.
         credentials: for dialling other servers.
         deadline: seconds that a server may take for a record.
+        patience: seconds of its silence after which records are sent again.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Replication:
         joined: Joined | None,
         credentials: Credentials,
         deadline: float,
+        patience: float = 30.0,
     ) -> None:
+        self._patience = patience
         self._own = own
         self._joined = joined
         self._credentials = credentials
@@ -105,7 +108,7 @@ class Replication:
             self._changed.notify_all()
 
     def append(self, number: int, record: Record, versions: dict[int, int]) -> None:
-        """A record, and the versions that its blocks have after it. In the order of the numbers."""
+        """A record, and the versions that a push has brought its blocks to. In the order of the numbers."""
         with self._changed:
             for follower in self._followers.values():
                 follower.append(number, record, versions)
@@ -141,6 +144,11 @@ class Replication:
                 if late and moment >= until:
                     raise self._missing(*late[0])
                 self._changed.wait((until if late else patience) - moment)
+
+    @property
+    def follows(self) -> bool:
+        """Whether anybody gets what is applied here."""
+        return bool(self._followers)
 
     def totals(self) -> dict[str, Any]:
         """What was sent, for the report."""
@@ -178,6 +186,7 @@ class Replication:
             self._changed,
             self._events,
             self._deadline,
+            self._patience,
             pause,
         )
         self._followers[rank] = follower

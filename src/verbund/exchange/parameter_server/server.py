@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from torch import Tensor
 
 from verbund.checkpoint.read import Checkpoint
 from verbund.checkpoint.snapshot import Snapshot
+from verbund.comm.shared_memory.identity import Unavailable
 from verbund.comm.wire import Closed, Connection, Credentials, Listener, Memory, Message, Payload, Replies, Reply
 from verbund.errors import InputError, RunFailed, VerbundError
 from verbund.exchange.parameter_server import records
+from verbund.exchange.parameter_server.exposed import Exposed, Inbox
 from verbund.exchange.parameter_server.holdings import Holdings, Image
 from verbund.exchange.parameter_server.inbound import Inbound
 from verbund.exchange.parameter_server.log import BOUND, Log
@@ -46,6 +50,7 @@ class Server:
         deadline: seconds that a request may take.
         joined: is told, by a primary, of a server that has all blocks which it was to join.
         log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
+        patience: seconds of another server's silence after which records are sent to it again.
 
     Raises:
         CheckpointError: if the folder cannot be taken up.
@@ -61,13 +66,15 @@ class Server:
         deadline: float = 60.0,
         joined: Joined | None = None,
         log_bytes: int = BOUND,
+        patience: float = 30.0,
     ) -> None:
         self._plan = plan
         self._model = plan.model
         self._rank = rank
         self._generation = generation
         self._deadline = deadline
-        self._holdings = Holdings(plan)
+        self._exposed = Exposed.make(plan)
+        self._holdings = Holdings(plan, self._exposed.adopt if self._exposed is not None else lambda *_: None)
         self._changed = threading.Condition()
         self._view: View | None = None
         self._mine: frozenset[int] = frozenset()
@@ -80,6 +87,8 @@ class Server:
         self._listener: Listener | None = None
         self._connections: set[Connection] = set()
         self._own = threading.local()
+        self._inboxes: dict[str, Inbox] = {}
+        """The memory of clients on this host."""
         self._replies = Replies(self._handle, keep_bytes=_KEEP_BYTES)
         self._inbound = Inbound(deadline)
         self._snapshot = Snapshot()
@@ -89,12 +98,15 @@ class Server:
         self._counts |= {"pulls": 0, "pulled_bytes": 0, "records": 0}
         self._applying = 0.0
         own = Self(rank, generation, self._model)
-        self._replication = Replication(own, self._send_image, joined, credentials, deadline)
+        self._replication = Replication(own, self._send_image, joined, credentials, deadline, patience)
         self._log = Log(folder, self._image, log_bytes) if folder is not None else None
         if self._log is not None:
             self._number = self._log.recover(self._holdings)
-            self._last = {block: self._number for block in range(len(plan.blocks)) if block in self._holdings}
+            here = [block for block in range(len(plan.blocks)) if block in self._holdings]
+            self._last = dict.fromkeys(here, self._number)
+            self._expose(here)
         self._requests: dict[str, Callable[[Message], Reply]] = {
+            "window": self._window,
             "push": self._push,
             "pull": self._pull,
             "begin": self._begin,
@@ -161,7 +173,7 @@ class Server:
     # Requests
 
     def _answer(self, connection: Connection) -> None:
-        self._own.memory = Memory()
+        self._own.memory, self._own.answers = Memory(), Memory()
         try:
             self._replies.serve(connection, None, self._own.memory)
         finally:
@@ -184,10 +196,24 @@ class Server:
         self.see(View.of(message.fields["record"]))
         return Reply("seen", keep=False)
 
+    def _window(self, message: Message) -> Reply:
+        """A client on the same host asks for this server's memory, and gives its own."""
+        if self._exposed is None:
+            return Reply("none", keep=False)
+        try:
+            inbox, name = Inbox(message.fields["outbox"]), str(message.fields["name"])
+        except (Unavailable, KeyError, TypeError):
+            return Reply("none", keep=False)
+        with self._changed:
+            for former in [other for other, each in self._inboxes.items() if each.over or other == name]:
+                self._inboxes.pop(former).close()
+            self._inboxes[name] = inbox
+        return Reply("window", self._exposed.record(), keep=False)
+
     def _push(self, message: Message) -> Reply:
         fields = message.fields
         try:
-            push = Push.of(fields, message.arrays, self._plan)
+            push = self._received(message)
             blocks = [part.block for part in push.parts]
             self._await_view(fields)
             self._fence(push)
@@ -210,11 +236,33 @@ class Server:
             if not done:
                 self._own.memory.leave()  # somebody may still be sending what is in it
         told: dict[str, Any] = {"outcomes": records.outcome_fields(outcomes)}
+        if self._exposed is not None:
+            self._exposed.settled({b: o.version for b, o in zip(blocks, outcomes, strict=True)})
         if not fields.get("pull"):
             return Reply("pushed", told)
         dense = [block for block in blocks if self._plan.blocks[block].kind != "rows"]
-        arrays, versions = self._read([(block, None) for block in dense], _least(fields), until)
-        return Reply("pushed", {**told, "versions": versions}, arrays, keep=False)
+        arrays, more = self._read([(block, None) for block in dense], fields, until)
+        return Reply("pushed", {**told, **more}, arrays, keep=False)
+
+    def _received(self, message: Message) -> Push:
+        """The push of a message, whose values may lie in its client's memory."""
+        places = message.fields.get("places")
+        if places is None:
+            return Push.of(message.fields, message.arrays, self._plan)
+        inbox = self._inboxes.get(str(message.fields.get("outbox")))
+        if inbox is None or not isinstance(places, list) or len(places) != len(message.fields["parts"]):
+            raise InputError("a push speaks of memory that it has not shown")
+        values: dict[str, Tensor] = {}
+        for number, (place, part) in enumerate(zip(places, message.fields["parts"], strict=True)):
+            if place is not None:
+                block = self._plan.blocks[_block(part[0], self._plan)]
+                dtype = getattr(torch, block.dtype)
+                values[f"v{number}"] = inbox.view(place, block.count, dtype)
+        push = Push.of(message.fields, message.arrays, self._plan, values)
+        if self._replication.follows:  # who gets it later reads it later
+            parts = [p if p.values is None else replace(p, values=p.values.clone()) for p in push.parts]
+            push = replace(push, parts=parts)
+        return push
 
     def _pull(self, message: Message) -> Reply:
         fields = message.fields
@@ -233,8 +281,8 @@ class Server:
                 raise InputError(what, where=_sender(fields))
             parts.append((item[0], None if rows is None else torch.from_numpy(rows)))
         self._await_view(fields)
-        arrays, versions = self._read(parts, _least(fields), self._until(fields))
-        return Reply("pulled", {"versions": versions}, arrays, keep=False)
+        arrays, told = self._read(parts, fields, self._until(fields))
+        return Reply("pulled", told, arrays, keep=False)
 
     def _begin(self, message: Message) -> Reply:
         fields, arrays = message.fields, dict(message.arrays)
@@ -272,6 +320,7 @@ class Server:
             for block in blocks:
                 if block not in self._holdings:
                     make()
+                    self._expose([block])
                     self._commit(self._holdings.image(block), [])
             needed = {block: self._last.get(block, 0) for block in blocks}
         self._settle(needed, until)
@@ -392,14 +441,24 @@ class Server:
 
     def _apply(self, record: Record) -> list[Outcome]:
         start = time.perf_counter()
+        blocks = records.blocks_of(record)
         try:
-            return records.apply(self._holdings, record)
+            with self._exposed.changing(blocks) if self._exposed is not None else nullcontext():
+                outcomes = records.apply(self._holdings, record)
+                self._expose(blocks)
+            return outcomes
         except Exception as error:
             # Half of it may have been done: this is no longer what the others have.
             self._failure = RunFailed(f"a record could not be applied: {error}", where=f"server {self._rank}")
             raise self._failure from error
         finally:
             self._applying += time.perf_counter() - start
+
+    def _expose(self, blocks: Sequence[int]) -> None:
+        """Says which versions readers find."""
+        if self._exposed is not None:
+            for block in blocks:
+                self._exposed.has(block, self._holdings.version(block))
 
     def _commit(self, record: Record, outcomes: list[Outcome]) -> int:
         """Gives a record its number, and hands it to replicas and log."""
@@ -421,10 +480,12 @@ class Server:
         return done
 
     def _read(
-        self, parts: Sequence[tuple[int, Tensor | None]], least: int, until: float
-    ) -> tuple[dict[str, Payload], list[int]]:
-        """Values by place in `parts`, as `v<i>`, and versions, once all blocks have the least version."""
+        self, parts: Sequence[tuple[int, Tensor | None]], fields: dict[str, Any], until: float
+    ) -> tuple[dict[str, Payload], dict[str, Any]]:
+        """Once all blocks have the least version: values by place in `parts`, as `v<i>`, and `versions`; and the
+        `places` of values in this server's memory, if the client reads there."""
         blocks = [block for block, _ in parts]
+        least = _least(fields)
         with self._changed:
             while True:
                 self._check_primary(blocks, begun=False)
@@ -435,18 +496,35 @@ class Server:
                 if left <= 0:
                     raise self._behind(behind, least)
                 self._changed.wait(left)
+            self._own.answers.begin()  # the former answer has been sent
             arrays: dict[str, Payload] = {}
+            places: list[int | None] = [None] * len(parts)
             for number, (block, rows) in enumerate(parts):
-                if rows is None:
-                    arrays[f"v{number}"] = self._holdings.read([block])
-                else:
+                if rows is not None:
                     arrays[f"v{number}"] = self._holdings.read_rows(block, rows)
+                elif not fields.get("looks") or (place := self._place(block)) is None:
+                    arrays[f"v{number}"] = self._holdings.read([block], self._room(block))
+                else:
+                    places[number] = place
             versions = [self._holdings.version(block) for block in blocks]
             needed = {block: self._last.get(block, 0) for block in blocks}
             self._counts["pulls"] += 1
             self._counts["pulled_bytes"] += sum(int(getattr(array, "nbytes", 0)) for array in arrays.values())
         self._settle(needed, until)
-        return arrays, versions
+        if self._exposed is not None:
+            self._exposed.settled(dict(zip(blocks, versions, strict=True)))
+        return arrays, {"versions": versions, "places": places}
+
+    def _place(self, block: int) -> int | None:
+        """Where in this server's memory a block's values lie."""
+        values = self._holdings.values(block)
+        return self._exposed.place(block, values) if self._exposed is not None and values is not None else None
+
+    def _room(self, block: int) -> Tensor:
+        """Memory of this connection for the values of a block, until its next answer."""
+        dtype = getattr(torch, self._plan.blocks[block].dtype)
+        raw = torch.from_numpy(self._own.answers.take(self._plan.blocks[block].count * dtype.itemsize))
+        return raw.view(dtype)
 
     def _behind(self, behind: list[int], least: int) -> RunFailed:
         """Who is missing, for a reader that has waited too long."""

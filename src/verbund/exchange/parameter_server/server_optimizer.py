@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verbund.errors import InputError
+from verbund.errors import JobError, Problem
 from verbund.job import Optimizer
 from verbund.mesh import schedule
 from verbund.mesh.optimizer import ELEMENTWISE, build
@@ -32,6 +32,16 @@ class FirstState:
     numbers: dict[str, Tensor]
 
 
+def check(spec: Optimizer) -> list[Problem]:
+    """What keeps servers from stepping with an optimiser that there is."""
+    name = spec.name.lower()
+    if name in ELEMENTWISE:
+        return []
+    what = f"`{name}` needs whole parameters, and parameter servers have blocks of them"
+    fix = f"Use one of {', '.join(sorted(ELEMENTWISE))}, or another exchange"
+    return [Problem("train.optimizer.name", what, fix)]
+
+
 class ServerOptimizer:
     """Steps blocks, which come and go. A step is one call of torch's optimiser, however many blocks it is for.
 
@@ -40,16 +50,12 @@ class ServerOptimizer:
         every: the names of all tensors of the plan, of which this server may have some only.
 
     Raises:
-        InputError: if the optimiser needs whole tensors.
+        JobError: if the optimiser needs whole tensors.
     """
 
     def __init__(self, spec: Optimizer, every: Sequence[str]) -> None:
-        if spec.name.lower() not in ELEMENTWISE:
-            raise InputError(
-                f"`{spec.name.lower()}` needs whole parameters, and parameter servers have blocks of them",
-                where="train.optimizer.name",
-                fix=f"Use one of {', '.join(sorted(ELEMENTWISE))}, or another exchange",
-            )
+        if problems := check(spec):
+            raise JobError(problems)
         self._spec = spec
         self._every = every
         self._names: dict[nn.Parameter, str] = {}

@@ -1,0 +1,1 @@
+"""Faults by a seed, and tools that make them."""
