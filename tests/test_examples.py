@@ -20,6 +20,7 @@ import pytest
 
 from conftest import Command, Ended
 
+SERVED = ("strategy.mesh={}", "strategy.islands=2", "strategy.exchange=parameter_server")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -128,6 +129,9 @@ def test_recommender(tmp_path: Path, module: Any, command: Command, capfd: pytes
     assert ended.status == 0, ended.err
     rmse = ended.document["metrics"]["rmse"]["last"]
     assert known["rmse_of_the_noise"] < rmse < 0.6 < known["rmse_of_the_mean"]
+    served = train(command, tmp_path, "train.global_batch=256", "train.epochs=8", *SERVED)
+    assert served.status == 0, served.err
+    assert served.document["metrics"]["rmse"]["last"] == pytest.approx(rmse, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir() if (path / "job.toml").exists()))

@@ -8,6 +8,7 @@ import pytest
 from conftest import losses
 from parallel.test_same_numbers import RunJob
 from verbund.job import parse_strategy
+from verbund.stage import launch
 
 TASK = """
 import torch
@@ -66,3 +67,32 @@ def test_numbers_are_those_of_dense_tables(train) -> None:  # type: ignore[no-un
         note = "`words` and 1 more are declared sparse: without a parameter server the gradients are dense"
         assert any(note in text for text in sparse.summary["notes"]), mesh
         assert not any("sparse" in text for text in dense.summary["notes"]), mesh
+
+
+ROWS = """
+def rows(batch):
+    ids = batch["ids"]
+    return {"words": ids, "bag": ids, "table": torch.cat([ids + 1, ids[:, :1]], 1)}
+"""
+SERVED = [
+    "islands=1,exchange=parameter_server",
+    "islands=2,exchange=parameter_server",
+    "islands=2,data=2,exchange=parameter_server,exchange.servers=2",
+]
+
+
+@pytest.mark.parametrize("rows", ["", ROWS], ids=["when they are used", "all at once"])
+def test_tables_on_servers_have_the_numbers_of_a_single_process(rows: str, run_job: RunJob) -> None:
+    task = TASK.replace("SPARSE", "True") + rows
+    changes = {**CHANGES, "train.optimizer": {"name": "adagrad", "lr": 0.1}}
+    alone = run_job(task, changes, ids=IDS, y=Y)
+    for strategy in SERVED:
+        served = run_job(task, {**changes, **parse_strategy(strategy)}, ids=IDS, y=Y)
+        np.testing.assert_allclose(losses(served), losses(alone), rtol=1e-5, err_msg=strategy)
+        ours, theirs = (run.summary["metrics"]["loss"]["last"] for run in (served, alone))
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert not any("sparse" in text for text in served.summary["notes"])
+    # What servers have saved any strategy goes on from.
+    longer = run_job(task, {**changes, "train.steps": 12}, ids=IDS, y=Y)
+    resumed = launch.resume(served.path, {**parse_strategy("shard=2"), "train.steps": 12})
+    np.testing.assert_allclose(losses(resumed), losses(longer), rtol=1e-5)

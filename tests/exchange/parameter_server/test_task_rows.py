@@ -94,3 +94,14 @@ def test_what_is_no_rows(returned: str, message: str, make_job: MakeJob) -> None
     replica, _ = replica_of(f"{TASK}\ndef rows(batch):\n    return {returned}\n", make_job)
     with pytest.raises(TaskError, match=message):
         replica._forward.loss(BATCH, 0)
+
+
+def test_a_table_beyond_all_memory(make_job: MakeJob) -> None:
+    job = make_job(TASK.replace("Table(50, 4)", "Table(10**13, 4)"))
+    replica = Replica(tasks.load(job), job, Mesh(), Groups.alone(torch.device("cpu")), take_tables=RemoteTables.install)
+    assert isinstance(replica.tables, RemoteTables)
+    assert [table.shape[0] for table in replica.tables.tables] == [10**13, 60]
+    assert not any(parameter.is_meta for parameter in replica.model.parameters())
+    ids = torch.tensor([10**13 - 1, 5])
+    found = replica.model(ids, torch.tensor([3, 4]))
+    assert found.shape == (2, 5)

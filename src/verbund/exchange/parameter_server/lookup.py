@@ -10,6 +10,8 @@ from torch.nn import functional
 
 from verbund.errors import InputError
 
+WHOLE = "use an embedding that is neither sparse nor a `Table`: then each worker has it whole"
+"""What helps a table that cannot be elsewhere."""
 Use = Callable[[Tensor, int | None], tuple[Tensor, Tensor, int | None]]
 """From ids and the padding row to what torch's function gets: those of a small table of the rows used, and it."""
 
@@ -74,7 +76,7 @@ def check(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     """
     bag = isinstance(module, nn.EmbeddingBag)
     forward: Callable[..., Any] = type(module).forward
-    fix = "Leave it out, or build the table with sparse=False: then each worker has it whole"
+    fix = f"Leave it out, or {WHOLE}"
     if module.max_norm is not None:
         what = "has `max_norm`, which changes rows in a forward pass"
     elif module.scale_grad_by_freq:
@@ -82,10 +84,10 @@ def check(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     elif bag and module.mode == "max":
         what, fix = 'has the mode "max", which gives no sparse gradients', 'Use "sum" or "mean", or sparse=False'
     elif "weight" not in module._parameters or module.weight._backward_hooks:
-        what, fix = "has a weight that is parametrised, or hooks on it", "Build the table with sparse=False"
+        what, fix = "has a weight that is parametrised, or hooks on it", f"Take them away, or {WHOLE}"
     elif forward is not (nn.EmbeddingBag.forward if bag else nn.Embedding.forward):
         what = f"has a forward pass of its own ({type(module).__name__})"
-        fix = "Put what it does beside the lookup into a module of its own, or build the table with sparse=False"
+        fix = f"Put what it does beside the lookup into a module of its own, or {WHOLE}"
     else:
         return
     raise InputError(f"`{path}` {what}: its table cannot lie on parameter servers", where="model()", fix=fix)

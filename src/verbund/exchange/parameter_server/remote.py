@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verbund.errors import InputError, TaskError, nearest
-from verbund.exchange.parameter_server.lookup import become_remote, check
+from verbund.exchange.parameter_server.lookup import WHOLE, become_remote, check
 from verbund.exchange.parameter_server.pulled import FirstRows, Pulled, RemoteTable, Rows
 from verbund.tables import born_as, tables
 
@@ -195,5 +195,5 @@ def _refuse_other_uses(model: nn.Module, modules: Mapping[str, nn.Module], weigh
                     f"`{f'{path}.' if path else ''}{key}` is tied to the table `{weights[id(parameter)].name}`, and "
                     "needs all of its rows, which lie on parameter servers",
                     where="model()",
-                    fix="Untie them, or build the table with sparse=False: then each worker has it whole",
+                    fix=f"Untie them, or {WHOLE}",
                 )

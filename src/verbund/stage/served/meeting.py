@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -21,10 +22,11 @@ def credentials(worker: Worker) -> Credentials:
 
 
 def listener(worker: Worker) -> Listener:
-    """Where this process listens: a name of its own in the run's private folder, or a port of its host."""
+    """Where this process listens: a name of its own in the private folder of the command, which may make several runs,
+    or a port of its host."""
     spec, folder = worker.spec, worker.meeting.folder
     if folder is not None:
-        return listen(f"unix:{folder / f'{spec.role}-{spec.rank}-{spec.life}'}")
+        return listen(f"unix:{folder / f'{spec.role}-{spec.rank}-{os.getpid()}'}")
     return listen(str(Tcp(worker.address, 0)), credentials(worker))
 
 
