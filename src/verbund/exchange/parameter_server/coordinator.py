@@ -25,6 +25,8 @@ from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
 """Seconds after which a question that has no answer yet is answered with nothing, and is asked again."""
+_LEASED = 64
+"""Tickets that one question may get."""
 _LOG = "coordinator.jsonl"
 _COMPACT = 20_000
 """Events after which the file is written anew."""
@@ -105,20 +107,24 @@ class Coordinator:
         return {"judged": self._judged, "rested": self._leases.rested}
 
     def _on_lease(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """A worker wants its island's ticket number so and so, and says of how many its pushes are acknowledged; waits
-        a while."""
+        """A worker wants its island's tickets from number so and so on, up to a count of them, and says of how many its
+        pushes are acknowledged; waits a while for the first."""
         self._on_done(fields)
         island, number = self._member(fields), int(fields["number"])
+        wanted = min(max(int(fields["count"]), 1), _LEASED)
         until = time.monotonic() + _WAIT
         while True:
             self._member(fields)
             if self._leases.ended is not None:
                 return {"end": self._leases.ended, "step": self._leases.rested}
             own = self._leases.islands[island]
-            if number < own.first + len(own.given) or self._leases.lease(island, number):
-                if number >= own.first + len(own.given) - 1:
-                    self._remember("lease", island, number)
-                return {"ticket": self._leases.ticket(island, number), "low": self._leases.low}
+            known = own.first + len(own.given)
+            count = sum(1 for n in range(number, number + wanted) if self._leases.lease(island, n))
+            if count:
+                if number + count > known:
+                    self._remember("lease", island, number, count)
+                tickets = [self._leases.ticket(island, n) for n in range(number, number + count)]
+                return {"tickets": tickets, "low": self._leases.low}
             if self._leases.resting and (lead := self._leads(island)) is not None:
                 return lead
             left = until - time.monotonic()
@@ -252,8 +258,9 @@ class Coordinator:
         assert self._view is not None
         self._view = membership.entered(self._view, island, generation)
 
-    def _take_lease(self, island: int, number: int) -> None:
-        self._leases.lease(island, number)
+    def _take_lease(self, island: int, number: int, count: int) -> None:
+        for n in range(number, number + count):
+            self._leases.lease(island, n)
 
     def _take_done(self, island: int, worker: int, count: int) -> None:
         self._leases.done(island, worker, count)

@@ -42,6 +42,8 @@ from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
+_AHEAD_SECONDS, _AHEAD = 0.05, 16
+"""Time and number of tickets that a worker may have leased ahead: what others wait for at a rest."""
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -150,8 +152,11 @@ class _Training:
         self._reported = 0.0
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
-        ahead = 2 + (outer.data.prefetch if island.train_set.source.slow else 0)
-        self._ahead = threading.Semaphore(ahead)
+        self._turned = threading.Condition()
+        self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
+        self._ahead = self._least_ahead
+        """Tickets that are asked for ahead: about those of `_AHEAD_SECONDS`."""
+        self._resting = False
         self._asking = False
         """Whether a question for a ticket is under way, which may wait for others."""
 
@@ -196,17 +201,24 @@ class _Training:
     # -- tickets -------------------------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        """A thread's: asks for the island's tickets, as many ahead as are read ahead."""
+        """A thread's: asks for the island's tickets, so many ahead that the next is there when one is done."""
         number = 0
         try:
             while True:
-                self._ahead.acquire()
-                self._asking = True
-                item = self.coordination.lease(number, self.island.mesh.rank, self._count)
+                with self._turned:
+                    while self._resting or number - self._count >= self._ahead:
+                        self._turned.wait()
+                    self._asking = True
+                    ahead, done = self._ahead, self._count
+                item = self.coordination.lease(number, ahead, self.island.mesh.rank, done)
                 self._asking = False
-                if isinstance(item, Leased):
-                    self._to_read.put(item.ticket)
-                    number += 1
+                if isinstance(item, list):
+                    number += len(item)
+                    for leased in item:
+                        self._to_read.put(leased.ticket)
+                        self._to_train.put(leased)
+                    continue
+                self._resting = True
                 self._to_train.put(item)
                 if isinstance(item, End):
                     return
@@ -225,7 +237,7 @@ class _Training:
         return (self.tickets.sizes(ticket)[self.mesh.island],)
 
     def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
-        ticket = leased.ticket
+        ticket, start = leased.ticket, time.monotonic_ns()
         least = max(ticket - self.settings.bound, 0) if self.divided else 0
         self.rows.begin(ticket, least)
         if self.divided or not self._fresh:
@@ -244,10 +256,14 @@ class _Training:
         factor = self.replica.settle(sizes, sums)
         self._push(leased, sums.weight, factor)
         self.step = max(self.step, ticket + 1)
-        self._count += 1
         self._record(ticket, sums.weight, sum(sizes))
-        self._ahead.release()
-        if self._asking:  # that question says less
+        with self._turned:
+            self._count += 1
+            seconds = (time.monotonic_ns() - start) / 1e9
+            self._ahead = max(self._least_ahead, min(int(_AHEAD_SECONDS / max(seconds, 1e-6)), _AHEAD))
+            self._turned.notify()
+            asking = self._asking
+        if asking:  # that question says less
             self.coordination.done(self.island.mesh.rank, self._count)
 
     # -- the servers ---------------------------------------------------------------------------------------------
@@ -322,8 +338,10 @@ class _Training:
             self.coordination.settle(self.step, reason, judge.state())
         # Nobody of the island may ask for more before that.
         self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
-        self._ahead.release()
         self._fresh = False
+        with self._turned:
+            self._resting = False
+            self._turned.notify()
 
     def _end_reached(self) -> str | None:
         train = self.job.train
