@@ -75,7 +75,8 @@ class Coordination:
     # -- workers -------------------------------------------------------------------------------------------------
 
     def enter(self, island: int, generation: int, plan: Plan) -> dict[str, Any]:
-        """Says that an island's worker has come; what there is to know for it: `judged`, `rested`.
+        """Says that an island's worker has come; what there is to know for it: `judged`, `rested`, and whether
+        all blocks have `begun`.
 
         Raises:
             InputError: if others have another model.
@@ -83,6 +84,10 @@ class Coordination:
         """
         self._who = {"island": island, "generation": generation}
         return self._ask("enter", {**self._who, "plan": plan.record()})
+
+    def begun(self) -> None:
+        """All blocks have their first values."""
+        self._ask("begun", self._who)
 
     def lease(self, number: int, count: int, worker: int, done: int) -> list[Leased] | Rest | End:
         """The island's tickets from that number on, once the first may be done.

@@ -59,6 +59,7 @@ class Coordinator:
         self._judged = judged
         self._plan: Plan | None = None
         self._view: View | None = None
+        self._begun = False
         self._lead: tuple[int, int, int] | None = None  # island, generation, step
         self._changed = threading.Condition()
         self._path = folder / _LOG
@@ -104,7 +105,12 @@ class Coordinator:
             raise _fenced(island)
         if generation > self._leases.islands[island].generation:
             self._event("enter", island, generation)
-        return {"judged": self._judged, "rested": self._leases.rested}
+        return {"judged": self._judged, "rested": self._leases.rested, "begun": self._begun}
+
+    def _on_begun(self, fields: dict[str, Any]) -> None:
+        """All blocks have their first values."""
+        self._member(fields)
+        self._event("begun")
 
     def _on_lease(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A worker wants its island's tickets from number so and so on, up to a count of them, and says of how many its
@@ -229,6 +235,7 @@ class Coordinator:
             "plan": self._plan.record() if self._plan is not None else None,
             "view": self._view.record() if self._view is not None else None,
             "judged": self._judged,
+            "begun": self._begun,
         }
         beside = self._path.with_suffix(".new")
         with open(beside, "wb") as file:
@@ -247,7 +254,10 @@ class Coordinator:
         self._leases.load(state["leases"])
         self._plan = Plan.of(state["plan"]) if state["plan"] is not None else None
         self._view = View.of(state["view"]) if state["view"] is not None else None
-        self._judged = state["judged"]
+        self._judged, self._begun = state["judged"], bool(state["begun"])
+
+    def _take_begun(self) -> None:
+        self._begun = True
 
     def _take_plan(self, record: dict[str, Any]) -> None:
         self._plan = Plan.of(record)

@@ -89,15 +89,11 @@ def work(worker: Worker) -> dict[str, Any]:
         settings.row_cache,
     )
     rows = ServedRows(remote, client, plan, replica.groups.batch)
-    if source and island.number == 0 and island.mesh.leads:
-        worker.doing("having the servers load the checkpoint", int(known["rested"]))
-        client.load(source, int(known["rested"]))
-    elif island.number == 0 and not source and binding.speaks:
-        worker.doing("giving the servers their first values", 0)
-        for block, values in [*binding.read(), *(rows.first(plan) if island.mesh.leads else [])]:
-            client.begin(block, values)
-    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     served = _Served(plan, binding, rows, client, coordination)
+    if island.number == 0 and not known["begun"]:
+        worker.doing("giving the servers their first values", int(known["rested"]))
+        _begin(served, island, source, int(known["rested"]))
+    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     training = _Training(worker, outer, island, replica, served, saver, journal, links)
     training.step = int(known["rested"])
     worker.at_end.insert(0, training.count)
@@ -115,6 +111,20 @@ class _Served:
     rows: ServedRows
     client: Client
     coordination: Coordination
+
+
+def _begin(served: _Served, island: Island, source: str | None, step: int) -> None:
+    """Gives the servers the model's first values, or has them load a checkpoint's; harmless when repeated."""
+    client, leads = served.client, island.mesh.leads
+    if source is None:
+        rows = served.rows.first(served.plan) if leads else []
+        for block, values in [*(served.binding.read() if served.binding.speaks else []), *rows]:
+            client.begin(block, values)
+    elif leads:
+        client.load(source, step)
+    island.groups.island.all_reduce(torch.zeros(1), "the beginning")
+    if leads:
+        served.coordination.begun()
 
 
 class _Training:
@@ -285,10 +295,15 @@ class _Training:
         ticket = leased.ticket
         total = sum(self.tickets.sizes(ticket))
         share = sum(self._own(ticket)) / total if total else 0.0
+        # Sums are no gradients: nothing divides or clips them.
+        scale = factor * weight if factor is not None else 1.0
         parts = []
         for number, values in self.binding.gradients(share):
-            taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
-            parts.append(Part(number, self._versions.get(number, 0), taken))
+            if self.plan.blocks[number].kind == "sum" and values is not None:
+                values = values / scale
+            elif factor is None:
+                values = None
+            parts.append(Part(number, self._versions.get(number, 0), values))
         of_rows = self.rows.parts(every=self.divided)
         if self.leads:
             parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
@@ -298,7 +313,7 @@ class _Training:
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
                 "share": self.mesh.island,
-                "scale": (factor or 0.0) * weight,
+                "scale": scale,
                 "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
                 "low": leased.low,
             }
