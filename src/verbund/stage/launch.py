@@ -21,9 +21,9 @@ from verbund.job import Job
 from verbund.observe.journal import read
 from verbund.run import Run
 from verbund.stage import before, continuing
-from verbund.stage.attempt import attempt
 from verbund.stage.before import Facts
 from verbund.stage.processes import supervised, workers
+from verbund.stage.restarts import newest, persistent
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -37,7 +37,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     Raises:
         InputError: if anything is wrong with job, task or data, before any worker starts.
         RunFailed: if a worker failed; the error is the first cause.
-        ClusterLost: if processes were lost.
+        ClusterLost: if processes were lost beyond `cluster.replacements`.
         Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
     """
     before.refuse_existing(directory)
@@ -47,7 +47,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
         with Interrupts() as interrupts:
             run = Run.create(Path(directory) if directory else None, job)
             with run.lock():
-                return attempt(cluster, run, job, prepared, facts, None, quiet, interrupts)
+                return persistent(cluster, run, job, prepared, facts, None, quiet, interrupts)
 
 
 def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
@@ -67,7 +67,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = before.notifier(quiet)
     with run.lock():
-        source, warnings = _newest(run)
+        source, warnings = newest(run)
         state = continuing.state_of(source)
         if done := continuing.nothing_left(run, job, state, job.train.steps):
             notify(done)
@@ -86,7 +86,7 @@ def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warn
             return run
         with Interrupts() as interrupts:
             run.rewrite_job(job)
-            return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
+            return persistent(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
 
 
 def validate(
@@ -300,12 +300,6 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
     """
     with before.cluster_of(job) as cluster:
         return before.dry_run(cluster, job, before.prepared_data(job, before.notifier(quiet)))
-
-
-def _newest(run: Run) -> tuple[Path | None, list[str]]:
-    if not any(run.checkpoints.glob("step-*")):
-        return None, ["no checkpoint was saved: the run starts anew"]
-    return checkpoint.newest_valid(run.checkpoints)
 
 
 def chosen(run: Run, step: int | None) -> Path:

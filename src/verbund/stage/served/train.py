@@ -42,6 +42,8 @@ from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
+_AHEAD_SECONDS, _AHEAD = 0.05, 16
+"""Time and number of tickets that a worker may have leased ahead: what others wait for at a rest."""
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -87,15 +89,11 @@ def work(worker: Worker) -> dict[str, Any]:
         settings.row_cache,
     )
     rows = ServedRows(remote, client, plan, replica.groups.batch)
-    if source and island.number == 0 and island.mesh.leads:
-        worker.doing("having the servers load the checkpoint", int(known["rested"]))
-        client.load(source, int(known["rested"]))
-    elif island.number == 0 and not source and binding.speaks:
-        worker.doing("giving the servers their first values", 0)
-        for block, values in [*binding.read(), *(rows.first(plan) if island.mesh.leads else [])]:
-            client.begin(block, values)
-    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     served = _Served(plan, binding, rows, client, coordination)
+    if island.number == 0 and not known["begun"]:
+        worker.doing("giving the servers their first values", int(known["rested"]))
+        _begin(served, island, source, int(known["rested"]))
+    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     training = _Training(worker, outer, island, replica, served, saver, journal, links)
     training.step = int(known["rested"])
     worker.at_end.insert(0, training.count)
@@ -113,6 +111,20 @@ class _Served:
     rows: ServedRows
     client: Client
     coordination: Coordination
+
+
+def _begin(served: _Served, island: Island, source: str | None, step: int) -> None:
+    """Gives the servers the model's first values, or has them load a checkpoint's; harmless when repeated."""
+    client, leads = served.client, island.mesh.leads
+    if source is None:
+        rows = served.rows.first(served.plan) if leads else []
+        for block, values in [*(served.binding.read() if served.binding.speaks else []), *rows]:
+            client.begin(block, values)
+    elif leads:
+        client.load(source, step)
+    island.groups.island.all_reduce(torch.zeros(1), "the beginning")
+    if leads:
+        served.coordination.begun()
 
 
 class _Training:
@@ -150,8 +162,11 @@ class _Training:
         self._reported = 0.0
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
-        ahead = 2 + (outer.data.prefetch if island.train_set.source.slow else 0)
-        self._ahead = threading.Semaphore(ahead)
+        self._turned = threading.Condition()
+        self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
+        self._ahead = self._least_ahead
+        """Tickets that are asked for ahead: about those of `_AHEAD_SECONDS`."""
+        self._resting = False
         self._asking = False
         """Whether a question for a ticket is under way, which may wait for others."""
 
@@ -196,17 +211,24 @@ class _Training:
     # -- tickets -------------------------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        """A thread's: asks for the island's tickets, as many ahead as are read ahead."""
+        """A thread's: asks for the island's tickets, so many ahead that the next is there when one is done."""
         number = 0
         try:
             while True:
-                self._ahead.acquire()
-                self._asking = True
-                item = self.coordination.lease(number, self.island.mesh.rank, self._count)
+                with self._turned:
+                    while self._resting or number - self._count >= self._ahead:
+                        self._turned.wait()
+                    self._asking = True
+                    ahead, done = self._ahead, self._count
+                item = self.coordination.lease(number, ahead, self.island.mesh.rank, done)
                 self._asking = False
-                if isinstance(item, Leased):
-                    self._to_read.put(item.ticket)
-                    number += 1
+                if isinstance(item, list):
+                    number += len(item)
+                    for leased in item:
+                        self._to_read.put(leased.ticket)
+                        self._to_train.put(leased)
+                    continue
+                self._resting = True
                 self._to_train.put(item)
                 if isinstance(item, End):
                     return
@@ -225,7 +247,7 @@ class _Training:
         return (self.tickets.sizes(ticket)[self.mesh.island],)
 
     def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
-        ticket = leased.ticket
+        ticket, start = leased.ticket, time.monotonic_ns()
         least = max(ticket - self.settings.bound, 0) if self.divided else 0
         self.rows.begin(ticket, least)
         if self.divided or not self._fresh:
@@ -244,10 +266,14 @@ class _Training:
         factor = self.replica.settle(sizes, sums)
         self._push(leased, sums.weight, factor)
         self.step = max(self.step, ticket + 1)
-        self._count += 1
         self._record(ticket, sums.weight, sum(sizes))
-        self._ahead.release()
-        if self._asking:  # that question says less
+        with self._turned:
+            self._count += 1
+            seconds = (time.monotonic_ns() - start) / 1e9
+            self._ahead = max(self._least_ahead, min(int(_AHEAD_SECONDS / max(seconds, 1e-6)), _AHEAD))
+            self._turned.notify()
+            asking = self._asking
+        if asking:  # that question says less
             self.coordination.done(self.island.mesh.rank, self._count)
 
     # -- the servers ---------------------------------------------------------------------------------------------
@@ -269,10 +295,15 @@ class _Training:
         ticket = leased.ticket
         total = sum(self.tickets.sizes(ticket))
         share = sum(self._own(ticket)) / total if total else 0.0
+        # Sums are no gradients: nothing divides or clips them.
+        scale = factor * weight if factor is not None else 1.0
         parts = []
         for number, values in self.binding.gradients(share):
-            taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
-            parts.append(Part(number, self._versions.get(number, 0), taken))
+            if self.plan.blocks[number].kind == "sum" and values is not None:
+                values = values / scale
+            elif factor is None:
+                values = None
+            parts.append(Part(number, self._versions.get(number, 0), values))
         of_rows = self.rows.parts(every=self.divided)
         if self.leads:
             parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
@@ -282,7 +313,7 @@ class _Training:
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
                 "share": self.mesh.island,
-                "scale": (factor or 0.0) * weight,
+                "scale": scale,
                 "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
                 "low": leased.low,
             }
@@ -322,8 +353,10 @@ class _Training:
             self.coordination.settle(self.step, reason, judge.state())
         # Nobody of the island may ask for more before that.
         self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
-        self._ahead.release()
         self._fresh = False
+        with self._turned:
+            self._resting = False
+            self._turned.notify()
 
     def _end_reached(self) -> str | None:
         train = self.job.train
