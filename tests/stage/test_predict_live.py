@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,26 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MLP, Command, MakeJob, wait_for
+from trained import close
 from verbund.cluster.local import LocalCluster
-from verbund.errors import InputError
+from verbund.errors import ClusterLost, InputError
 from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before, launch
 
 RunJob = Callable[..., Run]
-# Whoever trains goes on once the file `go` is there.
+# Each worker does eight steps, and the others once the file `go` is there.
 HELD = """
-import os, time
-import torch
+import time
 from pathlib import Path
 HERE = Path(__file__).parent
+passes = 0
 def hold(training):
-    if training:
-        with open(HERE / "steps", "a") as file:
-            file.write("x")
-        while not (HERE / "go").exists() and (HERE / "steps").stat().st_size > 8:
-            time.sleep(0.01)
+    global passes
+    passes += training
+    while passes > 8 and not (HERE / "go").exists():
+        (HERE / "held").touch()
+        time.sleep(0.01)
 """
 PLAIN = (
     HELD
@@ -65,13 +67,20 @@ class Model(nn.Module):
         return self.head(self.rows(x))
 def model():
     return Model()
+
+def inputs(batch):
+    while passes == 0 and (HERE / "end").exists() and (HERE / "run" / "servers").exists():
+        (HERE / "reading").touch()
+        time.sleep(0.01)
+    return batch["x"]
 """
 )
 SERVED: dict[str, Any] = {
     "strategy.islands": 2,
-    "strategy.exchange": {"name": "parameter_server", "servers": 2, "consistency": "asynchronous"},
-    "train.optimizer": {"name": "sgd", "lr": 1e-3},
-    "train.steps": 16,
+    "strategy.exchange": {"name": "parameter_server", "servers": 2},
+    "train.optimizer": {"name": "sgd", "lr": 0.1},
+    "train.steps": 12,
+    "checkpoint.every": 8,
 }
 
 
@@ -121,8 +130,8 @@ def training(make: Callable[[], Any], folder: Path) -> Iterator[Run]:
     thread = threading.Thread(target=train, name="training")
     thread.start()
     try:
-        steps = folder / "steps"
-        wait_for(lambda: ended or (steps.exists() and steps.stat().st_size > 8), "some steps", 40)
+        saved = folder / "run" / "checkpoints" / "step-00000008"
+        wait_for(lambda: ended or ((folder / "held").exists() and saved.exists()), "eight steps", 40)
         assert not ended, ended
         yield Run.open(folder / "run")
     finally:
@@ -131,40 +140,54 @@ def training(make: Callable[[], Any], folder: Path) -> Iterator[Run]:
     assert isinstance(ended[0], Run), ended
 
 
-def probabilities(path: Path) -> Any:
-    return np.stack(pq.read_table(path)["probability"].to_numpy())
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_close_to_the_end_of_a_slow_training(workers: int, make_job: MakeJob, new: Path, tmp_path: Path) -> None:
+def test_what_the_servers_have(workers: int, make_job: MakeJob, new: Path, tmp_path: Path) -> None:
+    """It is what a checkpoint of the same step has, and training is as if nobody had read."""
     with training(lambda: make_job(PLAIN, SERVED), tmp_path) as run:
         assert stat.S_IMODE(os.stat(run.servers / "address").st_mode) == 0o600
         found = launch.predicted(run.path, str(new), tmp_path / "live.parquet", workers=workers, live=True)
-        assert found.versions is not None
-        assert 1 <= found.versions[0] <= found.versions[1] < 16
+        assert found.versions == (8, 8)
+        saved = launch.predict(run.path, str(new), tmp_path / "saved.parquet", step=8)
+        assert pq.read_table(found.path) == pq.read_table(saved)
     assert not run.servers.exists()
-    assert run.summary["steps"] == 16
-    assert run.summary["failures"] == []
+    assert (run.summary["steps"], run.summary["failures"]) == (12, [])
     after = launch.predict(run.path, str(new), tmp_path / "after.parquet")
-    live = probabilities(found.path)
-    np.testing.assert_allclose(live, probabilities(after), atol=0.05)
-    assert not np.array_equal(live, probabilities(after))
+    assert pq.read_table(after) != pq.read_table(saved)
+    other = launch.train(make_job(PLAIN, SERVED), tmp_path / "other")
+    close(run, other, 1e-6)
 
 
 def test_rows_of_a_table(make_job: MakeJob, ids: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(2)
     columns = {"x": random.integers(0, 1000, 203), "y": random.integers(0, 5, 203)}
     with training(lambda: make_job(TABLE, SERVED, **columns), tmp_path) as run:
-        path = launch.predict(run.path, str(ids), tmp_path / "live.parquet", workers=1, live=True)
-    after = launch.predict(run.path, str(ids), tmp_path / "after.parquet", workers=1)
-    np.testing.assert_allclose(probabilities(path), probabilities(after), atol=0.02)
+        found = launch.predicted(run.path, str(ids), tmp_path / "live.parquet", workers=1, live=True)
+        saved = launch.predict(run.path, str(ids), tmp_path / "saved.parquet", workers=1, step=8)
+        assert pq.read_table(found.path) == pq.read_table(saved)
+        assert found.versions == (8, 8)
+
+
+def test_training_that_ends_meanwhile(make_job: MakeJob, ids: Path, tmp_path: Path) -> None:
+    """Who still reads is told soon."""
+    random = np.random.default_rng(2)
+    columns = {"x": random.integers(0, 1000, 203), "y": random.integers(0, 5, 203)}
+    pool = ThreadPoolExecutor(1)
+    with training(lambda: make_job(TABLE, SERVED, **columns), tmp_path) as run:
+        (tmp_path / "end").touch()
+        path = tmp_path / "live.parquet"
+        reading = pool.submit(launch.predict, run.path, str(ids), path, workers=1, live=True)
+        wait_for(lambda: reading.done() or (tmp_path / "reading").exists(), "a reader")
+        assert not reading.done(), reading.exception()
+        (tmp_path / "go").touch()
+        with pytest.raises(ClusterLost, match="the run is not being trained any more"):
+            reading.result(30)
 
 
 def test_the_answer_names_the_versions(command: Command, make_job: MakeJob, new: Path, tmp_path: Path) -> None:
     with training(lambda: make_job(PLAIN, SERVED), tmp_path) as run:
         ended = command("predict", str(run.path), str(new), "--live", "--workers", "1", "--json")
         assert ended.status == 0, ended.err
-        assert 1 <= ended.document["versions"]["oldest"] <= ended.document["versions"]["newest"] < 16
+        assert ended.document["versions"] == {"oldest": 8, "newest": 8}
         ended = command("predict", str(run.path), str(new), "--live", "--step", "3", "--json")
         assert ended.status == 2
         assert "--step" in json.dumps(ended.document["cause"])
