@@ -154,6 +154,7 @@ class _Training:
         self._ahead = threading.Semaphore(ahead)
         self._asking = False
         """Whether a question for a ticket is under way, which may wait for others."""
+        self._rest_over = threading.Event()
 
     def run_to_end(self) -> dict[str, Any]:
         """Works on tickets until the coordinator says that training has ended."""
@@ -207,9 +208,12 @@ class _Training:
                 if isinstance(item, Leased):
                     self._to_read.put(item.ticket)
                     number += 1
+                self._rest_over.clear()
                 self._to_train.put(item)
                 if isinstance(item, End):
                     return
+                if isinstance(item, Rest):
+                    self._rest_over.wait()  # who asks before is told to rest once more
         except BaseException as error:
             self._to_train.put(error)
 
@@ -323,6 +327,7 @@ class _Training:
         # Nobody of the island may ask for more before that.
         self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
         self._ahead.release()
+        self._rest_over.set()
         self._fresh = False
 
     def _end_reached(self) -> str | None:
