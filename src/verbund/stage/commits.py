@@ -44,7 +44,7 @@ class Commits:
         self.warnings: list[str] = []
 
     def saved(self, fields: dict[str, Any]) -> str | None:
-        """One worker's part of one save. Returns a warning for the user if the save has failed.
+        """One process's part of one save. Returns a warning for the user if the save has failed.
 
         Raises:
             RunFailed: if it failed because the run's directory is gone, so that no later one can succeed.
@@ -52,7 +52,8 @@ class Commits:
         step = int(fields["step"])
         pending = self._pending.setdefault(step, _Pending())
         if fields.get("failure"):
-            pending.failures.append(f"worker {fields['part']}: {fields['failure']}")
+            who = fields.get("process") or f"worker {fields['part']}"
+            pending.failures.append(f"{who}: {fields['failure']}")
         pending.parts[int(fields["part"])] = fields["record"]
         pending.state = fields.get("state") or pending.state
         pending.seconds = max(pending.seconds, float(fields["seconds"]))
