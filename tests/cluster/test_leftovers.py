@@ -125,7 +125,10 @@ def test_killed_while_saving(make_job: MakeJob, tmp_path: Path) -> None:
     assert not list(checkpoints.glob(".step-*"))
 
 
-def test_what_was_compiled_is_no_temporary_file(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:
+def test_what_was_compiled_is_no_temporary_file(
+    make_job: MakeJob, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where a test has compiled
     task = MARKED + "from torch._inductor.runtime.cache_dir_utils import cache_dir\ncache_dir()\n"
     write_job(make_job, tmp_path, {"train.steps": 2}, task)
     command = start_command(tmp_path, temporary=temporary)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.staged import Actor, Part, StagedCluster
 from verbund.cluster.process import ProcessSpec
-from verbund.cluster.replacements import Replacements
+from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts
@@ -25,7 +25,7 @@ COORDINATOR = ProcessSpec("coordinator", 0, 1, "x:y", serves=True)
 
 def test_a_unit_is_replaced_as_a_whole() -> None:
     told: list[tuple[list[ProcessSpec], str]] = []
-    budget = Replacements([WORKERS, [SERVER]], 3, 60.0, lambda *what: told.append(what))
+    budget = Replacements([WORKERS, [SERVER]], Budget(3, 60.0), lambda *what: told.append(what))
     fresh = budget.of(WORKERS[1], "worker 1 was killed")
     assert fresh is not None
     assert [(spec.name, spec.life) for spec in fresh] == [("worker 0", 1), ("worker 1", 1)]
@@ -36,27 +36,27 @@ def test_a_unit_is_replaced_as_a_whole() -> None:
 
 
 def test_who_is_in_no_unit_is_not_replaced() -> None:
-    budget = Replacements([WORKERS], 3, 60.0)
+    budget = Replacements([WORKERS], Budget(3, 60.0))
     assert budget.of(SERVER, "gone") is None
-    assert not budget.spent
+    assert not budget.budget.spent
 
 
 def test_the_budget_is_that_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    budget = Replacements([WORKERS, [SERVER]], 2, 10.0)
+    budget = Replacements([WORKERS, [SERVER]], Budget(2, 10.0))
     assert budget.of(SERVER, "1")
     now[0] = 105.0
     assert budget.of(WORKERS[0], "2")
     assert budget.of(SERVER, "3") is None
-    assert budget.spent
+    assert budget.budget.spent
     now[0] = 110.5  # the first is forgotten
     assert budget.of(SERVER, "4")
     assert budget.of(SERVER, "5") is None
 
 
 def test_no_budget() -> None:
-    budget = Replacements([WORKERS], 0, 10.0)
+    budget = Replacements([WORKERS], Budget(0, 10.0))
     assert budget.of(WORKERS[0], "gone") is None
 
 
@@ -103,7 +103,7 @@ def run() -> Iterator[Run]:
         specs = [*WORKERS, SERVER]
         units = [[WORKERS[0]], [WORKERS[1]], [SERVER]]
         limits = Limits(**{"lost_after": 5.0, "stop_grace": 1.0, "step_deadline": 20.0, **more})
-        budget = Replacements(more.pop("units", units), limit, 60.0)
+        budget = Replacements(more.pop("units", units), Budget(limit, 60.0))
         supervisor = Supervisor(cluster, limits, lambda *_: None, interrupts, budget)
         return supervisor.run(specs), cluster
 
@@ -148,7 +148,7 @@ def test_one_that_does_not_come_to_life_is_replaced_again(run: Run) -> None:
     assert results[1] == {"life": 2}
     assert starts(cluster) == [("worker 1", 1), ("worker 1", 2)]
     parts["worker", 0, 0] = wait
-    with pytest.raises(Failed, match=r"before it had started; 1 processes had been replaced within 60 s before"):
+    with pytest.raises(Failed, match=r"before it had started; 1 loss within 60 s had been survived before"):
         run(parts, limit=1)
 
 
@@ -159,7 +159,7 @@ def test_when_the_budget_is_spent_the_run_fails_with_its_cause(run: Run) -> None
     error = caught.value.error
     assert isinstance(error, ClusterLost)
     assert "worker 1" in error.what
-    assert "was killed by SIGKILL while acting (step 7); 2 processes had been replaced" in error.what
+    assert "was killed by SIGKILL while acting (step 7); 2 losses within 60 s had been survived" in error.what
 
 
 def test_an_error_is_no_loss(run: Run) -> None:

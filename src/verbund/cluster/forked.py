@@ -38,6 +38,11 @@ class ForkedCluster:
         """The servers whose descriptors the epoll has."""
         self._connected = False
 
+    @property
+    def lost(self) -> ClusterLost | None:
+        """Why no process can be started any more: a warm server is gone."""
+        return next((server.lost for server in self._servers if server.lost is not None), None)
+
     def placed(self, world: int) -> list[int]:
         """The host's number for each of so many workers."""
         return [0] * world

@@ -110,6 +110,8 @@ class Supervisor:
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
+        self._era = 0
+        """How often processes have taken the places of others: whoever exchanges with them meets anew."""
         self._ending: float | None = None
         """Until when the others may end by themselves, after a failure."""
         self.warnings: list[str] = []
@@ -257,8 +259,10 @@ class Supervisor:
         budget = self._replacements
         fresh = budget.of(lost, error.what) if budget is not None else None
         if fresh is None:
-            if budget is not None and budget.spent:
-                error.what += f"; {budget.limit} processes had been replaced within {budget.window:g} s before"
+            if budget is not None and budget.budget.spent:
+                limits = budget.budget
+                times = f"{limits.limit} loss{'es' * (limits.limit > 1)}"
+                error.what += f"; {times} within {limits.window:g} s had been survived before"
             self._fail(watched, error, secondary=False)
             return None
         # They share their hosts with as many as those before them.
@@ -276,23 +280,31 @@ class Supervisor:
     def _start_replacements(self, selector: selectors.BaseSelector) -> None:
         if self._failures:
             return
-        for fresh in list(self._starting):
-            names = {(spec.role, spec.rank) for spec in fresh}
-            if any(w.exit is None for w in self._watched.values() if w.name in names):
-                continue
-            self._starting.remove(fresh)
-            try:
-                processes = self._start(fresh)
-            except ClusterLost as error:
+        ready = [fresh for fresh in self._starting if self._have_ended(fresh)]
+        if not ready:
+            return
+        self._starting = [fresh for fresh in self._starting if fresh not in ready]
+        self._era += 1
+        era = {"era": self._era}
+        try:
+            processes = self._start([replace(s, settings={**s.settings, **era}) for fresh in ready for s in fresh])
+        except ClusterLost as error:
+            for fresh in ready:
                 if (again := self._replacement(fresh[0], None, error)) is None:
                     return
                 self._starting.append(again)
-                continue
-            for process in processes:
-                watched = self._watched[process.key] = _Watched(process, time.monotonic())
-                selector.register(process.connection, selectors.EVENT_READ, watched)
-                if self._stop_sent:
-                    self._tell(watched, "stop")
+            return
+        for process in processes:
+            watched = self._watched[process.key] = _Watched(process, time.monotonic())
+            selector.register(process.connection, selectors.EVENT_READ, watched)
+            if self._stop_sent:
+                self._tell(watched, "stop")
+        self.tell_all("regroup", **era)
+
+    def _have_ended(self, fresh: list[ProcessSpec]) -> bool:
+        """Whether all those have ended whose places these are to take."""
+        names = {(spec.role, spec.rank) for spec in fresh}
+        return all(w.exit is not None for w in self._watched.values() if w.name in names)
 
     def _finish_servers(self) -> None:
         """Those that work for others are done when all others are."""

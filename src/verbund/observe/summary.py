@@ -145,7 +145,8 @@ def _added(rows: Floats) -> Floats:
         return rows[np.argsort(rows[:, 0])]
     added = np.zeros((len(steps), rows.shape[1]))
     added[:, 0] = steps
-    np.add.at(added[:, 1], number, rows[:, 1] * rows[:, 2])
+    # Who had no sample of a step has no loss of it either.
+    np.add.at(added[:, 1], number, np.where(rows[:, 2] > 0, rows[:, 1] * rows[:, 2], 0.0))
     np.add.at(added[:, 2], number, rows[:, 2])
     np.add.at(added[:, 3], number, rows[:, 3])
     np.maximum.at(added[:, 4], number, rows[:, 4])

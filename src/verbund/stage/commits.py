@@ -60,7 +60,12 @@ class Commits:
         if len(pending.parts) < self._workers:
             return None
         del self._pending[step]
-        return self._commit(step, pending)
+        warning = self._commit(step, pending)
+        if warning is None:
+            for older in [other for other in self._pending if other < step]:
+                del self._pending[older]  # of workers that were lost meanwhile; nobody completes it any more
+                checkpoint.discard(self._run.checkpoints, older)
+        return warning
 
     def _commit(self, step: int, pending: _Pending) -> str | None:
         start = time.monotonic()

@@ -36,14 +36,29 @@ class _Desk:
 
     def ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         if kind in ("lease", "done"):
-            fields = {"worker": 0, "done": 0, **fields}
-        return dict(self.coordinator.handle(Message(kind, fields, {})).fields)
+            fields = {"worker": 0, "done": 0, "count": 1, **fields}
+        answer = dict(self.coordinator.handle(Message(kind, fields, {})).fields)
+        if fields.get("count") == 1 and "tickets" in answer:
+            (answer["ticket"],) = answer.pop("tickets")
+        return answer
 
     def enter(self, island: int, generation: int = 1, plan: Plan | None = None) -> dict[str, Any]:
         return self.ask("enter", island=island, generation=generation, plan=(plan or _plan()).record())
 
     def seat(self, server: int, generation: int = 1) -> dict[str, Any]:
         return self.ask("seat", server=server, generation=generation, address=f"unix:/{server}", recovered=False)
+
+
+def test_several_tickets_at_once(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    assert desk.ask("lease", island=0, generation=1, number=0, count=4)["tickets"] == [0, 1, 2, 3]
+    desk.restart()
+    assert desk.ask("lease", island=0, generation=1, number=2, count=20)["tickets"] == list(range(2, 10))
+    desk.restart()
+    desk.enter(1)
+    desk.ask("done", island=0, generation=1, done=10)
+    assert desk.ask("lease", island=1, generation=1, number=0) == {"meet": 10, "reason": None, "judged": {}}
 
 
 def test_a_ticket_is_told_again_to_who_did_not_hear(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class Coordination:
     # -- workers -------------------------------------------------------------------------------------------------
 
     def enter(self, island: int, generation: int, plan: Plan) -> dict[str, Any]:
-        """Says that an island's worker has come; what there is to know for it: `judged`, `rested`.
+        """Says that an island's worker has come; what there is to know for it: `judged`, `rested`, and whether
+        all blocks have `begun`.
 
         Raises:
             InputError: if others have another model.
@@ -84,11 +85,16 @@ class Coordination:
         self._who = {"island": island, "generation": generation}
         return self._ask("enter", {**self._who, "plan": plan.record()})
 
-    def lease(self, number: int, worker: int, done: int) -> Leased | Rest | End:
-        """The island's ticket of that number, once it may be done.
+    def begun(self) -> None:
+        """All blocks have their first values."""
+        self._ask("begun", self._who)
+
+    def lease(self, number: int, count: int, worker: int, done: int) -> list[Leased] | Rest | End:
+        """The island's tickets from that number on, once the first may be done.
 
         Args:
             number: of those since the island entered.
+            count: how many are wanted; there may be fewer.
             worker: of the island.
             done: of how many of them this worker's pushes are acknowledged.
 
@@ -97,9 +103,11 @@ class Coordination:
         """
         since = time.monotonic()
         while True:
-            answer = self._wait("lease", {**self._who, "number": number, "worker": worker, "done": done})
-            if "ticket" in answer:
-                return Leased(int(answer["ticket"]), int(answer["low"]))
+            answer = self._wait(
+                "lease", {**self._who, "number": number, "count": count, "worker": worker, "done": done}
+            )
+            if "tickets" in answer:
+                return [Leased(int(ticket), int(answer["low"])) for ticket in answer["tickets"]]
             if "meet" in answer:
                 return Rest(int(answer["meet"]), answer["reason"], answer["judged"])
             if "end" in answer:

@@ -25,6 +25,8 @@ from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
 """Seconds after which a question that has no answer yet is answered with nothing, and is asked again."""
+_LEASED = 64
+"""Tickets that one question may get."""
 _LOG = "coordinator.jsonl"
 _COMPACT = 20_000
 """Events after which the file is written anew."""
@@ -57,6 +59,7 @@ class Coordinator:
         self._judged = judged
         self._plan: Plan | None = None
         self._view: View | None = None
+        self._begun = False
         self._lead: tuple[int, int, int] | None = None  # island, generation, step
         self._changed = threading.Condition()
         self._path = folder / _LOG
@@ -102,23 +105,32 @@ class Coordinator:
             raise _fenced(island)
         if generation > self._leases.islands[island].generation:
             self._event("enter", island, generation)
-        return {"judged": self._judged, "rested": self._leases.rested}
+        return {"judged": self._judged, "rested": self._leases.rested, "begun": self._begun}
+
+    def _on_begun(self, fields: dict[str, Any]) -> None:
+        """All blocks have their first values."""
+        self._member(fields)
+        self._event("begun")
 
     def _on_lease(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """A worker wants its island's ticket number so and so, and says of how many its pushes are acknowledged; waits
-        a while."""
+        """A worker wants its island's tickets from number so and so on, up to a count of them, and says of how many its
+        pushes are acknowledged; waits a while for the first."""
         self._on_done(fields)
         island, number = self._member(fields), int(fields["number"])
+        wanted = min(max(int(fields["count"]), 1), _LEASED)
         until = time.monotonic() + _WAIT
         while True:
             self._member(fields)
             if self._leases.ended is not None:
                 return {"end": self._leases.ended, "step": self._leases.rested}
             own = self._leases.islands[island]
-            if number < own.first + len(own.given) or self._leases.lease(island, number):
-                if number >= own.first + len(own.given) - 1:
-                    self._remember("lease", island, number)
-                return {"ticket": self._leases.ticket(island, number), "low": self._leases.low}
+            known = own.first + len(own.given)
+            count = sum(1 for n in range(number, number + wanted) if self._leases.lease(island, n))
+            if count:
+                if number + count > known:
+                    self._remember("lease", island, number, count)
+                tickets = [self._leases.ticket(island, n) for n in range(number, number + count)]
+                return {"tickets": tickets, "low": self._leases.low}
             if self._leases.resting and (lead := self._leads(island)) is not None:
                 return lead
             left = until - time.monotonic()
@@ -225,6 +237,7 @@ class Coordinator:
             "view": self._view.record() if self._view is not None else None,
             "judged": self._judged,
             "lead": self._lead,
+            "begun": self._begun,
         }
         beside = self._path.with_suffix(".new")
         with open(beside, "wb") as file:
@@ -243,11 +256,14 @@ class Coordinator:
         self._leases.load(state["leases"])
         self._plan = Plan.of(state["plan"]) if state["plan"] is not None else None
         self._view = View.of(state["view"]) if state["view"] is not None else None
-        self._judged = state["judged"]
+        self._judged, self._begun = state["judged"], bool(state["begun"])
         self._lead = tuple(state["lead"]) if state["lead"] is not None else None
 
     def _take_lead(self, island: int, generation: int, step: int) -> None:
         self._lead = (island, generation, step)
+
+    def _take_begun(self) -> None:
+        self._begun = True
 
     def _take_plan(self, record: dict[str, Any]) -> None:
         self._plan = Plan.of(record)
@@ -258,8 +274,9 @@ class Coordinator:
         assert self._view is not None
         self._view = membership.entered(self._view, island, generation)
 
-    def _take_lease(self, island: int, number: int) -> None:
-        self._leases.lease(island, number)
+    def _take_lease(self, island: int, number: int, count: int) -> None:
+        for n in range(number, number + count):
+            self._leases.lease(island, n)
 
     def _take_done(self, island: int, worker: int, count: int) -> None:
         self._leases.done(island, worker, count)

@@ -42,6 +42,8 @@ from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
+_AHEAD_SECONDS, _AHEAD = 0.05, 16
+"""Time and number of tickets that a worker may have leased ahead: what others wait for at a rest."""
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -87,17 +89,12 @@ def work(worker: Worker) -> dict[str, Any]:
         settings.row_cache,
     )
     rows = ServedRows(remote, client, plan, replica.groups.batch)
-    if source and island.number == 0 and island.mesh.leads:
-        worker.doing("having the servers load the checkpoint", int(known["rested"]))
-        client.load(source, int(known["rested"]))
-    elif island.number == 0 and not source and binding.speaks:
-        worker.doing("giving the servers their first values", 0)
-        for block, values in [*binding.read(), *(rows.first(plan) if island.mesh.leads else [])]:
-            client.begin(block, values)
-    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
     served = _Served(plan, binding, rows, client, coordination)
-    training = _Training(worker, outer, island, replica, served, saver, journal, links)
-    training.step = int(known["rested"])
+    if island.number == 0 and not known["begun"]:
+        worker.doing("giving the servers their first values", int(known["rested"]))
+        _begin(served, island, source, int(known["rested"]))
+    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
+    training = _Training(worker, outer, island, replica, served, saver, journal, links, int(known["rested"]))
     worker.at_end.insert(0, training.count)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
@@ -115,6 +112,20 @@ class _Served:
     coordination: Coordination
 
 
+def _begin(served: _Served, island: Island, source: str | None, step: int) -> None:
+    """Gives the servers the model's first values, or has them load a checkpoint's; harmless when repeated."""
+    client, leads = served.client, island.mesh.leads
+    if source is None:
+        rows = served.rows.first(served.plan) if leads else []
+        for block, values in [*(served.binding.read() if served.binding.speaks else []), *rows]:
+            client.begin(block, values)
+    elif leads:
+        client.load(source, step)
+    island.groups.island.all_reduce(torch.zeros(1), "the beginning")
+    if leads:
+        served.coordination.begun()
+
+
 class _Training:
     """The state of a training as one worker sees it."""
 
@@ -128,6 +139,7 @@ class _Training:
         saver: Saver,
         journal: Journal,
         links: Links,
+        begin: int,
     ) -> None:
         self.worker, self.job, self.island, self.replica = worker, outer, island, replica
         self.plan, self.binding, self.rows = served.plan, served.binding, served.rows
@@ -141,20 +153,22 @@ class _Training:
         self.tickets = Tickets(island.train_set, outer, self.mesh, replica.division.unit)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.staleness = Staleness()
-        self.step = 0
+        self.step = self._begin = begin
         self.loss = math.nan
         self._versions: dict[int, int] = {}
         self._fresh = False
         """Whether the model has what the servers had after this island's last push."""
         self._count = 0
-        self._reported = 0.0
+        self._reported, self._reported_step = 0.0, begin
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
-        ahead = 2 + (outer.data.prefetch if island.train_set.source.slow else 0)
-        self._ahead = threading.Semaphore(ahead)
+        self._turned = threading.Condition()
+        self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
+        self._ahead = self._least_ahead
+        """Tickets that are asked for ahead: about those of `_AHEAD_SECONDS`."""
+        self._resting = False
         self._asking = False
         """Whether a question for a ticket is under way, which may wait for others."""
-        self._rest_over = threading.Event()
 
     def run_to_end(self) -> dict[str, Any]:
         """Works on tickets until the coordinator says that training has ended."""
@@ -184,6 +198,8 @@ class _Training:
             self._to_read.put(None)
             loader.close()
         self.worker.doing("ending", self.step)
+        self._reported = 0.0
+        self._say(item.step)
         self.client.close()
         self.coordination.close()
         return {
@@ -197,23 +213,27 @@ class _Training:
     # -- tickets -------------------------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        """A thread's: asks for the island's tickets, as many ahead as are read ahead."""
+        """A thread's: asks for the island's tickets, so many ahead that the next is there when one is done."""
         number = 0
         try:
             while True:
-                self._ahead.acquire()
-                self._asking = True
-                item = self.coordination.lease(number, self.island.mesh.rank, self._count)
+                with self._turned:
+                    while self._resting or number - self._count >= self._ahead:
+                        self._turned.wait()
+                    self._asking = True
+                    ahead, done = self._ahead, self._count
+                item = self.coordination.lease(number, ahead, self.island.mesh.rank, done)
                 self._asking = False
-                if isinstance(item, Leased):
-                    self._to_read.put(item.ticket)
-                    number += 1
-                self._rest_over.clear()
+                if isinstance(item, list):
+                    number += len(item)
+                    for leased in item:
+                        self._to_read.put(leased.ticket)
+                        self._to_train.put(leased)
+                    continue
+                self._resting = True
                 self._to_train.put(item)
                 if isinstance(item, End):
                     return
-                if isinstance(item, Rest):
-                    self._rest_over.wait()  # who asks before is told to rest once more
         except BaseException as error:
             self._to_train.put(error)
 
@@ -229,7 +249,7 @@ class _Training:
         return (self.tickets.sizes(ticket)[self.mesh.island],)
 
     def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
-        ticket = leased.ticket
+        ticket, start = leased.ticket, time.monotonic_ns()
         least = max(ticket - self.settings.bound, 0) if self.divided else 0
         self.rows.begin(ticket, least)
         if self.divided or not self._fresh:
@@ -248,10 +268,14 @@ class _Training:
         factor = self.replica.settle(sizes, sums)
         self._push(leased, sums.weight, factor)
         self.step = max(self.step, ticket + 1)
-        self._count += 1
-        self._record(ticket, sums.weight, sum(sizes))
-        self._ahead.release()
-        if self._asking:  # that question says less
+        self._record(leased, sums.weight, sum(sizes))
+        with self._turned:
+            self._count += 1
+            seconds = (time.monotonic_ns() - start) / 1e9
+            self._ahead = max(self._least_ahead, min(int(_AHEAD_SECONDS / max(seconds, 1e-6)), _AHEAD))
+            self._turned.notify()
+            asking = self._asking
+        if asking:  # that question says less
             self.coordination.done(self.island.mesh.rank, self._count)
 
     # -- the servers ---------------------------------------------------------------------------------------------
@@ -273,10 +297,15 @@ class _Training:
         ticket = leased.ticket
         total = sum(self.tickets.sizes(ticket))
         share = sum(self._own(ticket)) / total if total else 0.0
+        # Sums are no gradients: nothing divides or clips them.
+        scale = factor * weight if factor is not None else 1.0
         parts = []
         for number, values in self.binding.gradients(share):
-            taken = values if factor is not None or self.plan.blocks[number].kind == "sum" else None
-            parts.append(Part(number, self._versions.get(number, 0), taken))
+            if self.plan.blocks[number].kind == "sum" and values is not None:
+                values = values / scale
+            elif factor is None:
+                values = None
+            parts.append(Part(number, self._versions.get(number, 0), values))
         of_rows = self.rows.parts(every=self.divided)
         if self.leads:
             parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
@@ -286,7 +315,7 @@ class _Training:
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
                 "share": self.mesh.island,
-                "scale": (factor or 0.0) * weight,
+                "scale": scale,
                 "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
                 "low": leased.low,
             }
@@ -326,9 +355,10 @@ class _Training:
             self.coordination.settle(self.step, reason, judge.state())
         # Nobody of the island may ask for more before that.
         self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
-        self._ahead.release()
-        self._rest_over.set()
         self._fresh = False
+        with self._turned:
+            self._resting = False
+            self._turned.notify()
 
     def _end_reached(self) -> str | None:
         train = self.job.train
@@ -380,16 +410,26 @@ class _Training:
 
     # -- what is recorded ----------------------------------------------------------------------------------------
 
-    def _record(self, ticket: int, weight: float, size: int) -> None:
-        now = time.monotonic()
+    def _record(self, leased: Leased, weight: float, size: int) -> None:
+        ticket = leased.ticket
         if self.leads:
             rate = self.job.train.optimizer.lr * schedule.factor(self.job.train.schedule, ticket, self.total_steps)
             self.journal.step(ticket, self.loss, weight, size, rate)
-        if self.island.number == 0 and self.leads and now - self._reported >= _PROGRESS_SECONDS:
-            self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
-            self._reported = now
+        # Of undivided tickets those of the other islands may be done in any order.
+        self._say(ticket + 1 if self.divided else max(leased.low, self._begin + self._count + 1))
         if self.journal.due:
             self.write()
+
+    def _say(self, step: int) -> None:
+        """Tells the supervisor how far all are, now and then."""
+        now, former = time.monotonic(), self._reported_step
+        waits = now - self._reported < _PROGRESS_SECONDS or step <= former
+        if self.island.number or not self.leads or waits or not math.isfinite(self.loss):
+            return
+        samples = sum(sum(self.tickets.sizes(ticket)) for ticket in range(former, step)) if self._reported else 0
+        speed = samples / (now - self._reported)
+        self.worker.mention("progress", step=step, loss=self.loss, samples_per_second=speed)
+        self._reported, self._reported_step = now, step
 
     def write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""
