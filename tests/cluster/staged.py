@@ -72,6 +72,7 @@ class StagedCluster:
     """
 
     address = None
+    lost = None
 
     def __init__(self, parts: dict[tuple[str, int, int], Part | None]) -> None:
         self._parts = parts

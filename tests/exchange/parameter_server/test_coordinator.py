@@ -113,6 +113,22 @@ def test_killed_at_random_points(tmp_path: Path, seed: int, divided: bool) -> No
     assert desk.coordinator.ended == "steps"
 
 
+def test_who_leads_at_a_rest_leads_after_the_coordinators_death(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path, Stops(1, ()))
+    desk.enter(0)
+    desk.enter(1)
+    assert desk.ask("lease", island=0, generation=1, number=0)["ticket"] == 0
+    desk.ask("done", island=0, generation=1, worker=0, done=1)
+    assert desk.ask("lease", island=1, generation=1, number=0)["meet"] == 1
+    desk.restart()
+    with desk.coordinator._changed:
+        assert desk.coordinator._leads(0) is None
+        assert desk.coordinator._leads(1) is not None
+    desk.enter(1, 2)
+    with desk.coordinator._changed:
+        assert desk.coordinator._leads(0) is not None
+
+
 def test_an_older_generation_may_do_nothing(tmp_path: Path) -> None:
     desk = _Desk(tmp_path)
     desk.enter(0)

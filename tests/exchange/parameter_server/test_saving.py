@@ -41,12 +41,12 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
             client.push(ticket, parts, weight=1.0)
         folder = checkpoint.partial_folder(tmp_path, 5)
         for part in (0, 1, 0):  # once more: it is the same save
-            ask(servers, part, "save", step=5, folder=str(folder), part=part)
+            ask(servers, part, "save", step=5, by="0", folder=str(folder), part=part)
         client.push(5, parts, weight=1.0)  # while it is written
-        records = [ask(servers, part, "saved", step=5)["record"] for part in (0, 1)]
+        records = [ask(servers, part, "saved", step=5, by="0")["record"] for part in (0, 1)]
         path = checkpoint.commit(tmp_path, 5, records, {})
         with pytest.raises(RunFailed, match="step 6 is not being saved"):
-            ask(servers, 0, "saved", step=6)
+            ask(servers, 0, "saved", step=6, by="0")
     with cluster(PLAN, holders) as servers:
         client = servers.client()
         client.load(str(path), version=5)

@@ -193,7 +193,8 @@ class Coordinator:
             leader, life, _ = self._lead
             if self._leases.islands[leader].generation == life and leader != island:
                 return None
-        self._lead = (island, generation, step)
+        if self._lead != (island, generation, step):
+            self._event("lead", island, generation, step)  # so that after this process's death no other leads as well
         return {"meet": step, "reason": self._leases.reason, "judged": self._judged}
 
     def _event(self, name: str, *values: Any) -> None:
@@ -235,6 +236,7 @@ class Coordinator:
             "plan": self._plan.record() if self._plan is not None else None,
             "view": self._view.record() if self._view is not None else None,
             "judged": self._judged,
+            "lead": self._lead,
             "begun": self._begun,
         }
         beside = self._path.with_suffix(".new")
@@ -255,6 +257,10 @@ class Coordinator:
         self._plan = Plan.of(state["plan"]) if state["plan"] is not None else None
         self._view = View.of(state["view"]) if state["view"] is not None else None
         self._judged, self._begun = state["judged"], bool(state["begun"])
+        self._lead = tuple(state["lead"]) if state["lead"] is not None else None
+
+    def _take_lead(self, island: int, generation: int, step: int) -> None:
+        self._lead = (island, generation, step)
 
     def _take_begun(self) -> None:
         self._begun = True

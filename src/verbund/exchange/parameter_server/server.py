@@ -92,7 +92,8 @@ class Server:
         self._replies = Replies(self._handle, keep_bytes=_KEEP_BYTES)
         self._inbound = Inbound(deadline)
         self._snapshot = Snapshot()
-        self._saves: dict[int, Future[dict[str, Any]]] = {}
+        self._saves: dict[tuple[int, str], Future[dict[str, Any]]] = {}
+        """By step and by who asks, which after a loss may be another."""
         self._saving = threading.Lock()
         self._counts = {"pushes": 0, "applied": 0, "waiting": 0, "known": 0, "late": 0, "rows": 0, "bytes": 0}
         self._counts |= {"pulls": 0, "pulled_bytes": 0, "records": 0}
@@ -332,21 +333,22 @@ class Server:
     def _save(self, message: Message) -> Reply:
         step, folder, part = int(message.fields["step"]), Path(message.fields["folder"]), int(message.fields["part"])
         self._await_view(message.fields)
+        key = step, str(message.fields["by"])
         with self._saving:
-            if step not in self._saves:
+            if key not in self._saves:
                 for former in self._saves.values():
                     former.exception(self._deadline)
                 with self._changed:
                     blocks = [block for block in sorted(self._mine) if block in self._holdings]
                     future = self._snapshot.save(self._holdings.pieces(blocks), folder, part)
                     needed = {block: self._last.get(block, 0) for block in blocks}
-                self._saves = {step: future}
+                self._saves = {key: future}
                 self._settle(needed, self._until(message.fields))
         return Reply("saving", keep=False)
 
     def _saved(self, message: Message) -> Reply:
         step = int(message.fields["step"])
-        future = self._saves.get(step)
+        future = self._saves.get((step, str(message.fields["by"])))
         if future is None:
             raise RunFailed(f"step {step} is not being saved here", where=f"server {self._rank}")
         try:

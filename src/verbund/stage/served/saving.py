@@ -13,13 +13,14 @@ from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.comm.wire import Message
-from verbund.errors import RunFailed
+from verbund.errors import CheckpointError, RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 
 _KINDS = ("parameters", "buffers")
+_AGAIN_SECONDS = 0.5
 
 
 class Saver:
@@ -42,22 +43,28 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._step = 0
         self._asked: list[Message | Exception] = []
+        self._tries = 0
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copies all that is saved, here and on the servers, and lets it be written in the background."""
+    def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
+        """Copies all that is saved, here and on the servers, and lets it be written in the background.
+
+        Args:
+            step: after which.
+            state: of the training.
+            last: nobody trains until it is written, so that it can be done once more if a server is lost.
+        """
         self.wait()
         mesh = self._replica.mesh
         own = [piece for kind in _KINDS for piece in self._replica.pieces(kind) if piece.name not in self._served]
         if mesh.place("data"):
             own = [replace(piece, owner=False) for piece in own]
         copied = self._snapshot.take(own)
-        folder = checkpoint.partial_folder(self._run.checkpoints, step)
         if mesh.leads:
-            self._asked = self._client.ask_all(
-                "save", lambda rank: {"step": step, "folder": str(folder), "part": mesh.world + rank}
-            )
+            self._ask(step)
         self._step = step
-        self._writing = threading.Thread(target=self._write, args=(step, copied, state), name="checkpoint", daemon=True)
+        self._writing = threading.Thread(
+            target=self._write, args=(step, copied, state, last), name="checkpoint", daemon=True
+        )
         self._writing.start()
 
     def wait(self) -> None:
@@ -76,7 +83,19 @@ class Saver:
                 )
             self._writing = None
 
-    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
+    def _ask(self, step: int) -> None:
+        """Has all servers copy what is theirs."""
+        self._tries += 1
+        folder = checkpoint.partial_folder(self._run.checkpoints, step)
+        told = {"step": step, "folder": str(folder), "by": self._by}
+        self._asked = self._client.ask_all("save", lambda rank: {**told, "part": self._replica.mesh.world + rank})
+
+    @property
+    def _by(self) -> str:
+        spec = self._worker.spec
+        return f"{spec.name}, {spec.life}, {self._tries}"
+
+    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], last: bool) -> None:
         rank, leads = self._replica.mesh.rank, self._replica.mesh.leads
         start = time.monotonic()
         record: dict[str, Any] = {}
@@ -88,12 +107,35 @@ class Saver:
         self._tell(step, rank, record, state if leads else None, failure, start, self._worker.spec.name)
         if not leads:
             return
-        answers = self._client.ask_all("saved", lambda _: {"step": step})
-        for rank, (asked, answer) in enumerate(zip(self._asked, answers, strict=True)):
-            trouble = next((each for each in (asked, answer) if isinstance(each, Exception)), None)
-            given = {} if isinstance(answer, Exception) else answer.fields["record"]
-            failure = None if trouble is None else str(trouble)
+        found = self._saved(step)
+        while last and self._lost(found) and time.monotonic() - start < self._deadline / 2:
+            time.sleep(_AGAIN_SECONDS)
+            self._ask(step)
+            found = self._saved(step)
+        for rank, answer in enumerate(found):
+            failure = str(answer) if isinstance(answer, Exception) else None
+            given = {} if isinstance(answer, Exception) else answer
             self._tell(step, self._replica.mesh.world + rank, given, None, failure, start, f"server {rank}")
+
+    def _saved(self, step: int) -> list[dict[str, Any] | Exception]:
+        """By server what it has written, or why it has not."""
+        found: list[dict[str, Any] | Exception] = []
+        answers = self._client.ask_all("saved", lambda _: {"step": step, "by": self._by})
+        for asked, answer in zip(self._asked, answers, strict=True):
+            if isinstance(asked, Exception):
+                found.append(asked)
+            elif isinstance(answer, Exception):
+                found.append(answer)
+            elif "record" in answer.fields:
+                found.append(answer.fields["record"])
+            else:
+                found.append(RunFailed("it has been replaced in the meantime"))
+        return found
+
+    def _lost(self, found: list[dict[str, Any] | Exception]) -> bool:
+        """Whether servers have not saved because one was lost, and not for want of a place to write to."""
+        troubles = [answer for answer in found if isinstance(answer, Exception)]
+        return bool(troubles) and not any(isinstance(trouble, CheckpointError) for trouble in troubles)
 
     def _tell(
         self,

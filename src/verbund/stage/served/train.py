@@ -347,7 +347,7 @@ class _Training:
             start = time.monotonic_ns()
             self.worker.doing("saving", self.step)
             self.write()
-            self.saver.save(self.step, state)
+            self.saver.save(self.step, state, last=ends)
             if ends:
                 self.saver.wait()
             self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
