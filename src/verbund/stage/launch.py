@@ -270,11 +270,13 @@ def _evaluation_job(
     job: Job, workers: int | None, strategy: dict[str, Any] | None, cluster: dict[str, Any] | None
 ) -> Job:
     changes: dict[str, Any] = {**(strategy or {}), **(cluster or {})}
-    if job.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
-        changes = {"strategy.exchange": "all_reduce"} | changes
     if workers is not None:
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
-    return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+    evaluated = Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+    if evaluated.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
+        without = {"strategy.exchange": "all_reduce"}
+        return Job.build(evaluated.resolved(), without, source="arguments", folder=Path(job.folder))
+    return evaluated
 
 
 def _typed(source: str) -> str:
