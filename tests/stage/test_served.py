@@ -11,6 +11,7 @@ import pytest
 
 from conftest import Command, MakeJob
 from verbund.cluster.local import LocalCluster
+from verbund.errors import InputError
 from verbund.job import parse_strategy
 from verbund.stage import launch
 
@@ -100,3 +101,15 @@ train = { objective = "cross_entropy", global_batch = 37, steps = 5 }
     ended = command("verify", "job.toml", "--strategy", TWO)
     assert ended.status == 0, ended.err
     assert "no servers were started" in ended.out + ended.err
+
+
+def test_a_table_that_no_checkpoint_has_room_for_is_refused(
+    shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path
+) -> None:
+    ids = np.random.default_rng(3).integers(0, 3000, 203)
+    task = TABLES.replace("Table(3000", "Table(2**42")
+    changes = {**parse_strategy(TWO), "data.input": "ids", "train.optimizer": {"name": "adagrad", "lr": 0.3}}
+    job = make_job(task, changes, ids=ids, y=np.zeros(203, np.int64))
+    with pytest.raises(InputError, match=r"each checkpoint takes 140737\.5 GB for all rows of the tables"):
+        launch.train(job, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -43,6 +43,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, before.notifier(quiet))
         facts = before.dry_run(cluster, job, prepared)
+        before.check_disk(Path(directory or "."), job, facts)
         with Interrupts() as interrupts:
             run = Run.create(Path(directory) if directory else None, job)
             with run.lock():
@@ -83,6 +84,7 @@ def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warn
         if done := continuing.nothing_left(run, job, state, facts.total_steps):
             notify(done)
             return run
+        before.check_disk(run.path, job, facts)
         with Interrupts() as interrupts:
             run.rewrite_job(job)
             return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
