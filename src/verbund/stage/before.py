@@ -214,8 +214,8 @@ def check_disk(place: Path, job: Job, facts: Facts) -> None:
             where=str(there),
             fix="Use smaller tables, or `--run` on a larger disk",
         )
-    most = (job.checkpoint.keep + 1) * facts.table_bytes
-    facts.notes.append(f"{each[0].upper()}{each[1:]}, {job.checkpoint.keep} and the one being written {_size(most)}; {room}")
+    most = _size((job.checkpoint.keep + 1) * facts.table_bytes)
+    facts.notes.append(f"{each[0].upper()}{each[1:]}, {job.checkpoint.keep} and the one being written {most}; {room}")
 
 
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:
