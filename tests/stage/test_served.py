@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
-from conftest import MakeJob
+from conftest import Command, MakeJob
 from verbund.cluster.local import LocalCluster
+from verbund.errors import InputError
 from verbund.job import parse_strategy
 from verbund.stage import launch
 
@@ -37,3 +40,76 @@ def test_progress_goes_forward_and_tells_the_speed(
     assert "Parameter servers" in page
     assert "pulling from the servers" in page
     assert "that came too late" not in page  # a column of zeros
+
+
+TABLES = """
+import torch
+from torch import nn
+from verbund import Table
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = Table(3000, 4, seed=2)
+        self.words = nn.Embedding(3000, 4, sparse=True)
+        self.head = nn.Linear(8, 5)
+    def forward(self, ids):
+        return self.head(torch.cat([self.table(ids), self.words(ids)], 1))
+
+def model():
+    return Model()
+
+def inputs(batch):
+    return batch["ids"]
+"""
+
+
+@pytest.mark.parametrize("consistency", ["bulk_synchronous", "asynchronous"])
+def test_validation_and_prediction_without_servers_are_those_of_the_run(
+    consistency: str, shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(3)
+    ids, y = random.integers(0, 3000, 203), random.integers(0, 5, 203)
+    changes = {
+        **parse_strategy(f"{TWO},exchange.servers=2,exchange.consistency={consistency}"),
+        "data.input": "ids",
+        "data.validation_fraction": 0.3,
+        "train.optimizer": {"name": "adagrad", "lr": 0.3},
+        "train.steps": 12,
+    }
+    run = launch.train(make_job(TABLES, changes, ids=ids, y=y), tmp_path / "run")
+    metrics = {name: values["last"] for name, values in run.summary["metrics"].items()}
+    others = parse_strategy(f"data=2,{TWO},exchange.servers=3")
+    for found in (
+        launch.validate(run.path),
+        launch.validate(run.path, workers=1),
+        launch.validate(run.path, strategy=others),
+    ):
+        assert found["metrics"] == metrics
+    launch.predict(run.path, str(tmp_path / "data.npz"), tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 203
+
+
+def test_verify_says_that_it_leaves_servers_out(command: Command, make_job: MakeJob, tmp_path: Path) -> None:
+    make_job()
+    document = """
+task = "task.py"
+data = { train = "data.npz", input = "x", target = "y", cache = "cache" }
+train = { objective = "cross_entropy", global_batch = 37, steps = 5 }
+"""
+    (tmp_path / "job.toml").write_text(document)
+    ended = command("verify", "job.toml", "--strategy", TWO)
+    assert ended.status == 0, ended.err
+    assert "no servers were started" in ended.out + ended.err
+
+
+def test_a_table_that_no_checkpoint_has_room_for_is_refused(
+    shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path
+) -> None:
+    ids = np.random.default_rng(3).integers(0, 3000, 203)
+    task = TABLES.replace("Table(3000", "Table(2**42")
+    changes = {**parse_strategy(TWO), "data.input": "ids", "train.optimizer": {"name": "adagrad", "lr": 0.3}}
+    job = make_job(task, changes, ids=ids, y=np.zeros(203, np.int64))
+    with pytest.raises(InputError, match=r"each checkpoint takes 140737\.5 GB for all rows of the tables"):
+        launch.train(job, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from verbund.stage.processes import with_trace
 Notify = Callable[[str], None]
 """Tells the user something."""
 
+_MUCH = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -36,6 +39,8 @@ class Facts:
     validation_samples: int
     parameters: int
     worker_bytes: int
+    table_bytes: int
+    """What each checkpoint has of tables on parameter servers, with what the optimiser keeps of them."""
     notes: list[str]
     costs: list[float] | None
     """The work of each layer at which a pipeline may be cut."""
@@ -182,6 +187,35 @@ def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
     facts = Facts(**result["facts"])
     _check_memory(cluster, job, facts)
     return facts
+
+
+def check_disk(place: Path, job: Job, facts: Facts) -> None:
+    """Whether there is room for a checkpoint of the tables on servers: it has all of their rows, used or not.
+
+    Args:
+        place: the run's directory, which need not be there yet.
+        job: how many checkpoints are kept.
+        facts: get a note where these take much.
+
+    Raises:
+        InputError: if there is none.
+    """
+    if facts.table_bytes < _MUCH:
+        return
+    there = next(folder for folder in (place.resolve(), *place.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    each, room = (
+        f"each checkpoint takes {_size(facts.table_bytes)} for all rows of the tables",
+        f"{_size(free)} are free",
+    )
+    if facts.table_bytes > free:
+        raise InputError(
+            f"{each}, used or not, and {room}",
+            where=str(there),
+            fix="Use smaller tables, or `--run` on a larger disk",
+        )
+    most = _size((job.checkpoint.keep + 1) * facts.table_bytes)
+    facts.notes.append(f"{each[0].upper()}{each[1:]}, {job.checkpoint.keep} and the one being written {most}; {room}")
 
 
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:

@@ -44,6 +44,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, before.notifier(quiet))
         facts = before.dry_run(cluster, job, prepared)
+        before.check_disk(Path(directory or "."), job, facts)
         with Interrupts() as interrupts:
             run = Run.create(Path(directory) if directory else None, job)
             with run.lock():
@@ -84,6 +85,7 @@ def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warn
         if done := continuing.nothing_left(run, job, state, facts.total_steps):
             notify(done)
             return run
+        before.check_disk(run.path, job, facts)
         with Interrupts() as interrupts:
             run.rewrite_job(job)
             return persistent(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
@@ -318,11 +320,13 @@ def _evaluation_job(
     job: Job, workers: int | None, strategy: dict[str, Any] | None, cluster: dict[str, Any] | None
 ) -> Job:
     changes: dict[str, Any] = {**(strategy or {}), **(cluster or {})}
-    if job.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
-        changes = {"strategy.exchange": "all_reduce"} | changes
     if workers is not None:
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
-    return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+    evaluated = Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
+    if evaluated.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
+        without = {"strategy.exchange": "all_reduce"}
+        return Job.build(evaluated.resolved(), without, source="arguments", folder=Path(job.folder))
+    return evaluated
 
 
 def _typed(source: str) -> str:

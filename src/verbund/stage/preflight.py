@@ -95,6 +95,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "validation_samples": len(validation_set) if validation_set is not None else 0,
         "parameters": parameters,
         "worker_bytes": suits.worker_bytes,
+        "table_bytes": _table_bytes(replica, job),
         "other_meshes": suits.others,
         "process_bytes": process,
         "built": unbuilt is None,
@@ -112,6 +113,17 @@ def _tried(job: Job) -> Job:
     if not exchange.served or exchange.divided:
         return job
     return job.model_copy(update={"strategy": job.strategy.inside})
+
+
+def _table_bytes(replica: Replica, job: Job) -> int:
+    """What a checkpoint has of the tables that lie on servers, with their moments: all rows, used or not."""
+    tables = replica.tables.tables if isinstance(replica.tables, RemoteTables) else ()
+    rule = server_optimizer.ServerOptimizer(job.train.optimizer, [name for name, _ in replica.model.named_parameters()])
+    total = 0
+    for table in tables:
+        tensors = 1 + (len(rule.first_state(table.name, table.dtype).moments) if table.trained else 0)
+        total += tensors * table.shape[0] * table.shape[1] * table.dtype.itemsize
+    return total
 
 
 def _left_out(whole: int, room: int) -> str:

@@ -37,8 +37,8 @@ def verify(
     limit, in one process too. So where the limits are not kept both train once more in float64: if they agree there to
     four more digits, what differs is rounding, and the strategy has passed.
 
-    Compression of gradients is inexact, and left out; so are exchanges of islands that train alone: they add up
-    gradients here.
+    Compression of gradients is inexact, and left out; so are exchanges of islands that train alone, and parameter
+    servers: islands add up gradients here.
 
     Args:
         job: what to train.
@@ -135,6 +135,7 @@ def _inexact(job: Job, against: str | None) -> list[str]:
         strategies.append(other.strategy)
     compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
     exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local)
+    servers = any(s.exchange.served for s in strategies)
     return [
         *(
             f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up "
@@ -145,6 +146,16 @@ def _inexact(job: Job, against: str | None) -> list[str]:
             f"exchange `{name}` lets islands train alone: no comparison within rounding is possible, and their "
             "gradients were added up in every step"
             for name in exchanges
+        ),
+        *(
+            [
+                (
+                    "exchange `parameter_server`: no servers were started, and the islands added up their gradients in "
+                    "every step. With `bulk_synchronous` servers add up the same, so a run's losses compare directly"
+                )
+            ]
+            if servers
+            else []
         ),
     ]
 
