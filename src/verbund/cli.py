@@ -48,8 +48,8 @@ StrategyText = Annotated[
     typer.Option(
         "--strategy",
         metavar="TEXT",
-        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · data=4,compression=int8; "
-        "axes that are not named are 1.",
+        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · "
+        "islands=2,exchange=parameter_server · data=4,compression=int8; axes that are not named are 1.",
     ),
 ]
 ClusterText = Annotated[
@@ -180,6 +180,9 @@ def predict(
     strategy: StrategyText = None,
     cluster: ClusterText = None,
     step: Step = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="With what the run's parameter servers have now, while it is being trained.")
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -187,8 +190,14 @@ def predict(
     """Write the model's prediction for every sample, in order, as Parquet."""
     from verbund.stage import launch
 
-    path = str(launch.predict(run, data, out, **_evaluated_by(workers, strategy, cluster), step=step, quiet=quiet))
-    return Answer({"status": "done", "run": str(run.resolve()), "predictions": path}, [path])
+    by = _evaluated_by(workers, strategy, cluster)
+    found = launch.predicted(run, data, out, **by, step=step, live=live, quiet=quiet)
+    told: dict[str, Any] = {"status": "done", "run": str(run.resolve()), "predictions": str(found.path)}
+    lines = [str(found.path)]
+    if found.versions is not None:
+        told["versions"] = dict(zip(("oldest", "newest"), found.versions, strict=True))
+        lines.append("versions {} to {}".format(*found.versions))
+    return Answer(told, lines)
 
 
 @app.command(epilog="Examples: `verbund report runs/latest` · `verbund report runs/latest --trace trace.json`")

@@ -107,6 +107,11 @@ class Cluster(Protocol):
         """A folder that all its processes see, for what lasts no longer than the cluster."""
         ...
 
+    @property
+    def lost(self) -> ClusterLost | None:
+        """Why no process can be started any more, if so."""
+        ...
+
     def placed(self, world: int) -> list[int]:
         """The host's number for each of so many workers."""
         ...

@@ -40,7 +40,9 @@ class Cluster(Section):
     orphan_grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after the loss of the supervisor within which all workers have ended."""
     replacements: Annotated[int, Field(ge=0)] = 10
-    """parameter_server: lost processes that are replaced within `replacement_window`; one more ends the run."""
+    """Losses of processes that a training survives within `replacement_window`; one more ends the run. With a
+    parameter server the lost ones are replaced while the others go on; else all begin again from the newest
+    checkpoint."""
     replacement_window: Annotated[float, Field(gt=0)] = 600.0
     """Seconds; see `replacements`."""
     stop_grace: Annotated[float, Field(gt=0)] = 10.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from verbund.job import Job
 from verbund.observe.journal import read
 from verbund.run import Run
 from verbund.stage import before, continuing
-from verbund.stage.attempt import attempt
 from verbund.stage.before import Facts
 from verbund.stage.processes import supervised, workers
+from verbund.stage.restarts import newest, persistent
 
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
@@ -36,7 +37,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     Raises:
         InputError: if anything is wrong with job, task or data, before any worker starts.
         RunFailed: if a worker failed; the error is the first cause.
-        ClusterLost: if processes were lost.
+        ClusterLost: if processes were lost beyond `cluster.replacements`.
         Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
     """
     before.refuse_existing(directory)
@@ -46,7 +47,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
         with Interrupts() as interrupts:
             run = Run.create(Path(directory) if directory else None, job)
             with run.lock():
-                return attempt(cluster, run, job, prepared, facts, None, quiet, interrupts)
+                return persistent(cluster, run, job, prepared, facts, None, quiet, interrupts)
 
 
 def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quiet: bool = True) -> Run:
@@ -66,7 +67,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = before.notifier(quiet)
     with run.lock():
-        source, warnings = _newest(run)
+        source, warnings = newest(run)
         state = continuing.state_of(source)
         if done := continuing.nothing_left(run, job, state, job.train.steps):
             notify(done)
@@ -85,7 +86,7 @@ def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warn
             return run
         with Interrupts() as interrupts:
             run.rewrite_job(job)
-            return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
+            return persistent(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
 
 
 def validate(
@@ -141,6 +142,7 @@ def predict(
     strategy: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
     step: int | None = None,
+    live: bool = False,
     quiet: bool = True,
 ) -> Path:
     """Writes a model's predictions for every sample of `data`, in order.
@@ -153,15 +155,49 @@ def predict(
         strategy: dotted keys of another strategy than the run's, as `parse_strategy` gives them.
         cluster: dotted keys of another cluster than the run's, as `parse_cluster` gives them.
         step: the checkpoint; default: the newest.
+        live: with what the parameter servers of the run have now, while it is being trained; no checkpoint is read.
         quiet: no progress on standard error.
     """
+    return predicted(
+        directory, data, out, workers=workers, strategy=strategy, cluster=cluster, step=step, live=live, quiet=quiet
+    ).path
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predictions that were written.
+
+    Args:
+        path: the file.
+        versions: of live servers: the oldest and the newest version that the parameters had; a version is a step.
+    """
+
+    path: Path
+    versions: tuple[int, int] | None = None
+
+
+def predicted(
+    directory: Path | str,
+    data: str,
+    out: Path | str | None = None,
+    *,
+    workers: int | None = None,
+    strategy: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    step: int | None = None,
+    live: bool = False,
+    quiet: bool = True,
+) -> Predicted:
+    """Writes predictions; see `predict`."""
     from verbund.stage.predictions import check_target, merge
 
     run = Run.open(Path(directory))
     target = Path(out) if out else run.path / "predictions.parquet"
     check_target(target)
+    if live:
+        _check_live(run, step)
     job = _evaluation_job(run.job, workers, strategy, cluster)
-    source = chosen(run, step)
+    source = run.path if live else chosen(run, step)
     known = schema.kept(run.path)
     with before.cluster_of(job) as started:
         prepared = before.prepared_evaluation(
@@ -171,17 +207,35 @@ def predict(
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
         settings = {
-            "checkpoint": str(source),
+            "source": str(source),
+            "live": live,
             "parts": [str(part.resolve()) for part in parts],
             "classes": str(named) if named else None,
         }
         try:
-            _evaluate(started, job, prepared, "verbund.stage.predict:work", settings)
+            results = _evaluate(started, job, prepared, "verbund.stage.predict:work", settings)
             merge(parts, target)
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
-    return target
+    versions = [version for result in results for version in result.get("versions", ())]
+    return Predicted(target, (min(versions), max(versions)) if versions else None)
+
+
+def _check_live(run: Run, step: int | None) -> None:
+    """Whether there are servers to read from.
+
+    Raises:
+        InputError: if not.
+    """
+    fix = "Leave `--live` out: the newest checkpoint is read then"
+    if step is not None:
+        raise InputError("--live reads from servers, and --step names a checkpoint", where="arguments", fix=fix)
+    if not run.job.strategy.exchange.served:
+        what = f"the run has no parameter servers: its exchange is `{run.job.strategy.exchange.name}`"
+        raise InputError(what, where=str(run.path), fix=fix)
+    if not run.being_trained:
+        raise InputError("the run is not being trained: it has no servers", where=str(run.path), fix=fix)
 
 
 def report(directory: Path | str, trace: Path | None = None) -> tuple[dict[str, Any], Path]:
@@ -246,12 +300,6 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
     """
     with before.cluster_of(job) as cluster:
         return before.dry_run(cluster, job, before.prepared_data(job, before.notifier(quiet)))
-
-
-def _newest(run: Run) -> tuple[Path | None, list[str]]:
-    if not any(run.checkpoints.glob("step-*")):
-        return None, ["no checkpoint was saved: the run starts anew"]
-    return checkpoint.newest_valid(run.checkpoints)
 
 
 def chosen(run: Run, step: int | None) -> Path:

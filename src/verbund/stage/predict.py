@@ -12,18 +12,37 @@ from torch import Tensor
 from verbund.cluster.worker import Worker
 from verbund.data.samples import ColumnFiles
 from verbund.errors import InputError, TaskError
+from verbund.exchange.parameter_server.remote import RemoteTables
+from verbund.mesh.replica import Replica
+from verbund.run import Run
 from verbund.stage.island import Island
 from verbund.stage.predictions import Column, PartWriter
 from verbund.stage.restore import restore
+from verbund.stage.served import live
 from verbund.stage.validate import evaluation_batches, evaluation_threads
 
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund predict`."""
     island = Island.join(worker)
-    replica = island.replica(worker)
-    source = Path(worker.settings["checkpoint"])
-    restore(source, replica, weights_only=True)
+    source = Path(worker.settings["source"])
+    if not worker.settings["live"]:
+        replica = island.replica(worker)
+        restore(source, replica, weights_only=True)
+        return {"samples": _predict(worker, island, replica, source)}
+    replica = island.replica(worker, RemoteTables.install)
+    worker.doing("reading from the servers", 0)
+    reader, close = live.reader(Run.open(source), island.job.cluster.step_deadline)
+    try:
+        assert isinstance(replica.tables, RemoteTables)
+        reader.take(replica, replica.tables)
+        return {"samples": _predict(worker, island, replica, source), "versions": reader.versions}
+    finally:
+        close()
+
+
+def _predict(worker: Worker, island: Island, replica: Replica, source: Path) -> int:
+    """Writes this worker's part; how many samples it has."""
     samples = island.validation_set
     if samples is None:
         raise InputError("there is no data to predict", where=str(source))
@@ -57,7 +76,7 @@ def work(worker: Worker) -> dict[str, Any]:
                     columns["class"] = [names[k] if k < len(names) else None for k in values.tolist()]
             part.write(columns)
             count += len(batch.ids)
-    return {"samples": count}
+    return count
 
 
 _CLASSES = ("cross_entropy", "binary_cross_entropy")

@@ -244,7 +244,7 @@ class Client:
 
     Args:
         plan: of the run.
-        island: its number.
+        island: its number; None: it is of none, and reads.
         generation: of the island.
         watch: tells of views.
         credentials: for dialling servers.
@@ -257,7 +257,7 @@ class Client:
     def __init__(
         self,
         plan: Plan,
-        island: int,
+        island: int | None,
         generation: int,
         watch: Watch,
         credentials: Credentials = None,
@@ -314,6 +314,7 @@ class Client:
         outcomes: list[Outcome | None] = [None] * len(parts)
         versions: dict[int, int] = {}
         parts = self._in_outbox(parts)
+        assert self._island is not None
         whole = Push(self._island, self._generation, ticket, share, scale, weight, rate, low, parts)
 
         def make(places: list[int]) -> _Request:
@@ -546,7 +547,16 @@ class Client:
             return calls
 
     def _follow(self) -> None:
-        """Ends the calls to servers that have been replaced, so that nobody waits for them."""
+        """Ends the calls to servers that have been replaced, so that nobody waits for them; all calls once nobody says
+        any more who is there."""
+        try:
+            self._follow_views()
+        except VerbundError:
+            with self._lock:
+                for _, calls in self._calls.values():
+                    calls.close(wait=False)
+
+    def _follow_views(self) -> None:
         number = self._watch.newest().number
         while not self._closed.is_set():
             view = self._watch.newer(number, 1.0)

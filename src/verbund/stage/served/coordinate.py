@@ -17,7 +17,7 @@ from verbund.exchange.parameter_server.plan import Plan
 from verbund.job import Job
 from verbund.observe.events import Journal
 from verbund.run import Run
-from verbund.stage.served import meeting
+from verbund.stage.served import live, meeting
 
 _TURN = 0.1
 
@@ -62,6 +62,8 @@ def work(worker: Worker) -> dict[str, Any]:
     replies = Replies(coordinator.handle)
     meeting.accept(listening, replies.serve)
     meeting.publish(worker, listening.address, job.cluster.step_deadline)
+    live.announce(run, listening.address, meeting.credentials(worker))
+    worker.at_end.append(lambda: live.withdraw(run))
     worker.doing("coordinating", begin)
     if worker.stopping:
         coordinator.end_soon("interrupt")
