@@ -5,7 +5,8 @@
 One server and one client, each a process of its own with one thread, over a Unix socket; rows of 16 float32 that are
 made when they are first needed, Adagrad, 4096 random rows at a time, and nothing else meanwhile. `first_touches`: of
 rows that no push has changed yet; `later`: of a tenth of the table, at most 100,000 rows, that have been stepped.
-Prints one JSON line: thousands of rows per second (medians over batches).
+Prints one JSON line: thousands of rows per second (medians over batches), and as `processor` the microseconds of a
+processor that a row costs the server's holdings alone, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import torch
 
 from verbund.comm.wire import listen
 from verbund.exchange.parameter_server.client import Client
+from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
-from verbund.exchange.parameter_server.push import Part
+from verbund.exchange.parameter_server.push import Part, Push
 from verbund.exchange.parameter_server.server import Server
 from verbund.exchange.parameter_server.view import Seat, View
 from verbund.exchange.parameter_server.watch import Views
@@ -58,7 +60,7 @@ def serve(folder: Path, rows: int) -> None:
     server.close()
 
 
-def measured(rows: int, seconds: float) -> dict[str, dict[str, float]]:
+def measured(rows: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="v-") as folder:
         command = [sys.executable, __file__, "--server", folder, "--rows", str(rows)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -115,6 +117,40 @@ def speeds(client: Client, rows: int, seconds: float) -> dict[str, dict[str, flo
     }
 
 
+def processor(rows: int) -> dict[str, dict[str, float]]:
+    """Without messages, in this process."""
+    holdings = Holdings(plan_of(rows))
+    holdings.create(0, None)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
+    batches = [some.sort().values for some in torch.split(order, min(BATCH, rows // 2))[:20]]
+    gradient = torch.full((BATCH * WIDTH,), 1e-2)
+    ticket = 0
+
+    def push(some: torch.Tensor) -> None:
+        nonlocal ticket
+        part = Part(0, ticket, gradient[: some.numel() * WIDTH], some)
+        one = Push(
+            client=0, generation=0, ticket=ticket, share=0, parts=[part], weight=1.0, scale=1.0, rate=1.0, low=ticket
+        )
+        holdings.check(one)
+        holdings.apply(one)
+        ticket += 1
+
+    def timed(do: Callable[[torch.Tensor], object]) -> float:
+        begun = time.process_time()
+        for some in batches:
+            do(some)
+        return round(1e6 * (time.process_time() - begun) / sum(map(len, batches)), 3)
+
+    def pull(some: torch.Tensor) -> object:
+        return holdings.read_rows(0, some)
+
+    return {
+        "first_touches": {"pull": timed(pull), "push": timed(push)},
+        "later": {"pull": timed(pull), "push": timed(push)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="10000,100000,1000000,10000000")
@@ -125,7 +161,9 @@ def main() -> None:
     if given.server is not None:
         serve(given.server, int(given.rows))
         return
-    found = {rows: measured(int(rows), given.seconds) for rows in given.rows.split(",")}
+    found = {}
+    for rows in map(int, given.rows.split(",")):
+        found[rows] = {**measured(rows, given.seconds), "processor": processor(rows)}
     machine = f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
     print(json.dumps({"bench": "parameter_server_rows", "machine": machine, "rows": found}))
 
