@@ -1,14 +1,15 @@
 """Parameter servers with one slow worker of four: accuracy after the same samples, samples per second, staleness.
 
-    sudo python bench/parameter_server_stragglers.py --data mnist-10k.parquet [--rows "NAME;…"] [--rates 0.2,0.4,0.8]
+    sudo python bench/parameter_server_stragglers.py --data mnist-10k.parquet [--rows "NAME;…"] [--rates 0.15,0.4]
 
 An MLP 784-256-256-10 learns 7,936 digits for some epochs by plain SGD and is asked for 2,000 others. Each of the four
 workers has a share of a core (cgroup v1, `cpu.cfs_quota_us`; needs root): all the same, or the last a quarter of it.
-Server and coordinator have no limit, but the machine's cores. Synchronous and bounded rows divide global batches of 256
-into four times 64 samples; asynchronous ones take a step with each worker's 64, so that all make passes of the same
+Server and coordinator have no limit, but the machine's cores. Synchronous and bounded rows divide global batches of 128
+into four times 32 samples; asynchronous ones take a step with each worker's 32, so that all make passes of the same
 size, and asynchronous rows four times as many steps in an epoch. All have the same grid of learning rates, and each
-takes its best by accuracy with all workers alike and keeps it with the slow one; the speed is that of the same run. It
-counts from when every worker has done its fifth ticket until the last has ended. The server writes no log.
+takes its best by accuracy with all workers alike and keeps it with the slow one. The speed is that of the same run,
+from when every worker has done its fifth ticket until the last has ended; shares that were not used do not count. The
+server writes no log.
 
 Prints a line a run on standard error and one JSON line on standard output.
 """
@@ -33,8 +34,8 @@ from verbund.observe.events import SPANS
 from verbund.observe.journal import ProcessJournal, read
 from verbund.run import Run
 
-WORKERS, BATCH = 4, 64
-ROWS, HELD = 124 * BATCH, 2_000
+WORKERS, BATCH = 4, 32
+ROWS, HELD = 248 * BATCH, 2_000
 SLOWER, PERIOD, WARM_UP = 4, 20_000, 5
 GROUPS = Path("/sys/fs/cgroup/cpu")
 SERVED = f"islands={WORKERS},exchange=parameter_server,exchange.log=false"
@@ -147,14 +148,16 @@ def trained(folder: Path, row: str, slow: bool, rate: float, given: argparse.Nam
     summary = Run.open(run).summary
     ends = [tickets(journal) for journal in read(run / "journal") if journal.role == "worker"]
     begun, ended = max(each[WARM_UP - 1] for each in ends), max(each[-1] for each in ends)
-    count = sum(sum(begun < end for end in each) for each in ends)
+    late = summary["servers"]["late"]
+    count = sum(sum(begun < end for end in each) for each in ends) - late
     staleness = summary["servers"]["staleness"]
     found = {
         "accuracy": round(summary["metrics"]["accuracy"]["last"], 4),
         "samples_per_second": round(count * BATCH / ((ended - begun) / 1e9)),
         "staleness": staleness["mean"],
         "staleness_max": staleness["max"],
-        "late": summary["servers"]["late"],
+        "late": late,
+        "skipped": summary["servers"]["skipped"],
         "tickets": [len(each) for each in ends],
     }
     print(json.dumps({"row": row, "slow": slow, "rate": rate, **found}), file=sys.stderr, flush=True)
@@ -175,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Parquet with the columns image and label")
     parser.add_argument("--rows", default=";".join(STRATEGIES), help="names, with semicolons between them")
-    parser.add_argument("--rates", default="0.2,0.4,0.8")
+    parser.add_argument("--rates", default="0.15,0.4")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--share", type=float, default=0.2, help="of a core, for each worker")
     parser.add_argument("--seed", type=int, default=0)

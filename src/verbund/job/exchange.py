@@ -49,7 +49,7 @@ class Exchange(Section):
     """parameter_server, bounded_staleness: the bound; default 3."""
     backup: Annotated[int, Field(ge=0)] = 0
     """parameter_server, bulk_synchronous: so many islands that a step does not wait for; what they push late is not
-    used, so that the result is no longer that of one process."""
+    used, and steps that they have missed they leave out, so that the result is no longer that of one process."""
     staleness_aware: bool = False
     """parameter_server, asynchronous: the learning rate of a step is divided by its staleness (the steps taken since
     its parameters were pulled)."""

@@ -18,8 +18,9 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     """`servers` of a summary; None without any.
 
     `staleness` has the `histogram` ([value, updates]), `mean` and `max` of all updates; `updates` is how many there
-    were; `late` how many shares came after their step was taken and were not used; `repeated` how many updates had come
-    before, from a process that was lost since; `replacements` what was replaced and why; `per_server` its own counts.
+    were; `late` how many shares came after their step was taken and were not used; `skipped` how many were not even
+    computed, as that was known; `repeated` how many updates had come before, from a process that was lost since;
+    `replacements` what was replaced and why; `per_server` its own counts.
     """
     workers = [j.served for j in journals if j.role == "worker" and j.served]
     servers = [j for j in journals if j.role == "server"]
@@ -48,6 +49,7 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
             "how": HOW,
         },
         "late": sum(int(counts.get("late", 0)) for counts in workers),
+        "skipped": sum(int(counts.get("skipped", 0)) for counts in workers),
         "repeated": sum(int(counts.get("known", 0)) for counts in workers),
         "replacements": replacements,
         "per_server": {name: dict(counts) for name, counts in sorted(per_server.items())},

@@ -58,10 +58,12 @@ def _quantiles(q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Those of the standard normal distribution at q + 1/2; less than 6.4 from 0."""
     square = 0.180625 - q * q
     found = q * _ratio(_CENTRAL, square)
-    outer = np.abs(q) > 0.425
+    outer = np.flatnonzero(np.abs(q) > 0.425)
     tails = q[outer]
     root = np.sqrt(-_logarithm(0.5 - np.abs(tails)))
-    distance = np.where(root <= 5.0, _ratio(_TAIL, root - 1.6), _ratio(_FAR_TAIL, root - 5.0))
+    distance = _ratio(_TAIL, root - 1.6)
+    if (far := root > 5.0).any():  # hardly ever
+        distance[far] = _ratio(_FAR_TAIL, root[far] - 5.0)
     found[outer] = np.copysign(distance, tails)
     return found
 
@@ -74,8 +76,9 @@ def _ratio(pair: tuple[tuple[float, ...], tuple[float, ...]], x: NDArray[np.floa
 
 def _polynomial(coefficients: tuple[float, ...], x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Horner's scheme, the highest power first."""
-    value = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
+    value = x * coefficients[0]
+    value += coefficients[1]
+    for coefficient in coefficients[2:]:
         value *= x
         value += coefficient
     return value

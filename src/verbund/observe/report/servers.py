@@ -57,6 +57,8 @@ def _sentence(found: Mapping[str, Any]) -> str:
         text += f" Staleness: {staleness['mean']:.2f} steps on average, {staleness['max']} at most."
     if found["late"]:
         text += f" {found['late']} shares came after their step had been taken without them, and were not used."
+    if found["skipped"]:
+        text += f" {found['skipped']} shares were not computed, as their step had been taken."
     if found["repeated"]:
         text += f" {found['repeated']} updates came twice, because a process was lost, and were taken once."
     return text

@@ -16,6 +16,7 @@ class Staleness:
         self._updates: Counter[int] = Counter()
         self._late = 0
         self._known = 0
+        self._skipped = 0
 
     def add(self, outcomes: Sequence[Outcome], behind: int | None = None) -> None:
         """Counts a push.
@@ -35,10 +36,15 @@ class Staleness:
         if outcomes and all(outcome.state == "known" for outcome in outcomes):
             self._known += 1
 
+    def skip(self) -> None:
+        """Counts a share that is not computed, as its step has been taken."""
+        self._skipped += 1
+
     def totals(self) -> dict[str, Any]:
         """For the journal: `staleness` is [value, updates] in order."""
         return {
             "staleness": [[value, count] for value, count in sorted(self._updates.items())],
             "late": self._late,
             "known": self._known,
+            "skipped": self._skipped,
         }

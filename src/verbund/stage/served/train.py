@@ -250,11 +250,19 @@ class _Training:
 
     def _train(self, leased: Leased, batches: Iterator[Batch]) -> None:
         ticket, start = leased.ticket, time.monotonic_ns()
-        least = max(ticket - self.settings.bound, 0) if self.divided else 0
-        self.rows.begin(ticket, least)
-        if self.divided or not self._fresh:
-            self._pull(least, ticket)
         sizes = self._own(ticket)
+        least = max(ticket - self.settings.bound, 0) if self.divided else 0
+        if not (taken := self._taken(ticket)):
+            self.rows.begin(ticket, least)
+            if self.divided or not self._fresh:
+                self._pull(least, ticket)
+                taken = self._taken(ticket)
+        if taken:
+            for _ in self.replica.plan(sizes):
+                next(batches)
+            self.staleness.skip()
+            self._done(ticket, start)
+            return
         self.binding.remember_buffers()
         self.worker.doing("computing", ticket)
         sums = self.replica.gradients(batches, len(self.replica.plan(sizes)), ticket, sizes, 0.0, self.journal)
@@ -267,8 +275,22 @@ class _Training:
             )
         factor = self.replica.settle(sizes, sums)
         self._push(leased, sums.weight, factor)
-        self.step = max(self.step, ticket + 1)
+        self._done(ticket, start)
         self._record(leased, sums.weight, sum(sizes))
+
+    def _taken(self, ticket: int) -> bool:
+        """Whether what this island pulled last has the ticket's step already, so that its share would not be used; all
+        workers of the island call it."""
+        if not self.settings.backup:
+            return False
+        known = [version > ticket for version in self._versions.values()]
+        told = torch.tensor([float(len(known)), float(known.count(False))])
+        self.island.groups.island.all_reduce(told, "the tickets that were taken")
+        return bool(told[0] > 0 and told[1] == 0)
+
+    def _done(self, ticket: int, start: int) -> None:
+        """A ticket is done that was begun at `start`."""
+        self.step = max(self.step, ticket + 1)
         with self._turned:
             self._count += 1
             seconds = (time.monotonic_ns() - start) / 1e9
