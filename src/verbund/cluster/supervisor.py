@@ -110,6 +110,8 @@ class Supervisor:
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
+        self._ending: float | None = None
+        """Until when all have to end because some have failed."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -146,7 +148,6 @@ class Supervisor:
         return self._cluster.start(told, 60.0)
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
-        ending: float | None = None
         turned = time.monotonic()
         while (waiting := [w for w in self._watched.values() if w.exit is None]) or self._starting:
             for key, _ in selector.select(_TICK):
@@ -168,12 +169,12 @@ class Supervisor:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
             if not self._failures:
                 self._deadlines()
-            if self._failures and ending is None:
+            if self._failures and self._ending is None:
                 primary = any(not failure.secondary for failure in self._failures)
                 if primary or time.monotonic() - self._failures[0].at > _CAUSE_SECONDS:
                     self.tell_all("end")
-                    ending = time.monotonic() + _END_SECONDS
-            if ending is not None and time.monotonic() > ending:
+                    self._ending = time.monotonic() + _END_SECONDS
+            if self._ending is not None and time.monotonic() > self._ending:
                 for watched in waiting:
                     if watched.exit is None:
                         self._kill(watched)
@@ -255,7 +256,7 @@ class Supervisor:
 
     def _start_replacements(self, selector: selectors.BaseSelector) -> None:
         if self._failures:
-            if any(not failure.secondary for failure in self._failures):
+            if self._ended_by_us():
                 self._starting.clear()
             return
         for fresh in list(self._starting):
@@ -287,7 +288,7 @@ class Supervisor:
                     self._tell(watched, "finish")
 
     def _ended_by_us(self) -> bool:
-        return any(not failure.secondary for failure in self._failures)
+        return self._ending is not None or any(not failure.secondary for failure in self._failures)
 
     def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
         fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None

@@ -319,7 +319,8 @@ def _evaluation_job(
 ) -> Job:
     changes: dict[str, Any] = {**(strategy or {}), **(cluster or {})}
     if job.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
-        changes = {"strategy.exchange": "all_reduce"} | changes
+        # Between hosts islands are joined by what is encrypted, as they were in training.
+        changes = {"strategy.exchange": "local_sgd" if job.cluster.kind == "hosts" else "all_reduce"} | changes
     if workers is not None:
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     return Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
