@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -107,18 +108,25 @@ def test_another_server_on_the_host_of_a_killed_one(
     first = json.loads((journal / "server-1-1.jsonl").read_text().splitlines()[0])
     assert first["address"] == lab.hosts[1]
     os.kill(first["pid"], signal.SIGKILL)
-    new = np.random.default_rng(1).normal(size=(40, 12)).astype(np.float32)
-    np.savez(tmp_path / "new.npz", x=new)
-    wait_for(lambda: (journal / "server-1-1-1.jsonl").exists(), "another server")
-    live = [*VERBUND, "predict", "run", "new.npz", "--live", "--json"]
-    read = lab.run(1, live, cwd=tmp_path, timeout=90)  # the command need not run where training was started
     out, errors = command.communicate(timeout=90)
     assert command.returncode == 0, errors
-    assert read.returncode == 0, read.stderr
-    assert 0 < json.loads(read.stdout)["versions"]["newest"] <= 400
-    assert not (tmp_path / "run" / "servers").exists()
     second = json.loads((journal / "server-1-1-1.jsonl").read_text().splitlines()[0])
     assert second["address"] == lab.hosts[1]
     here = {key: value for key, value in LONG.items() if not key.startswith("cluster")}
     alone = launch.train(make_job(COUNTED, here), tmp_path / "alone")
     assert json.loads(out)["loss"]["last"] == pytest.approx(alone.summary["loss"]["last"], rel=1e-5)
+
+
+def test_live_predictions_from_another_host(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+    write(lab, make_job, tmp_path, {**LONG, "train.steps": 1_000_000}, COUNTED)
+    command = start(lab, tmp_path, 40)
+    np.savez(tmp_path / "new.npz", x=np.random.default_rng(1).normal(size=(40, 12)).astype(np.float32))
+    for name in ("address", "secret"):
+        assert stat.S_IMODE((tmp_path / "run" / "servers" / name).stat().st_mode) == 0o600
+    read = lab.run(1, [*VERBUND, "predict", "run", "new.npz", "--live", "--json"], cwd=tmp_path, timeout=120)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert read.returncode == 0, read.stderr
+    assert json.loads(read.stdout)["versions"]["oldest"] > 0
+    assert command.returncode == 130, errors
+    assert not (tmp_path / "run" / "servers").exists()
