@@ -22,7 +22,7 @@ from verbund.errors import ClusterLost, InputError, VerbundError
 from verbund.exchange.parameter_server import membership
 from verbund.exchange.parameter_server.asked import LIVES, flag, table, text, whole, wholes
 from verbund.exchange.parameter_server.leases import Leases
-from verbund.exchange.parameter_server.plan import Plan
+from verbund.exchange.parameter_server.plan import KINDS, Plan
 from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
@@ -331,8 +331,11 @@ def _plan_of(record: Any) -> Plan:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"`plan` of a request is none: {type(error).__name__}: {error}") from None
     for block in plan.blocks:
-        if not block.box.inside(block.shape) or block.dtype not in DTYPES:
-            raise InputError(f"`plan` of a request has the block {block.dtype} {block.box} of {list(block.shape)}")
+        if not block.box.inside(block.shape) or block.dtype not in DTYPES or block.kind not in KINDS:
+            what = f"{block.kind} {block.dtype} {block.box} of {list(block.shape)}"
+            raise InputError(f"`plan` of a request has the block {what}")
+    if plan.rule.consistency not in ("synchronous", "asynchronous"):
+        raise InputError(f"`plan` of a request has the rule {plan.rule.consistency!r}")
     if not plan.blocks:
         raise InputError("`plan` of a request has no blocks")
     return plan
