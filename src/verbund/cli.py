@@ -48,8 +48,8 @@ StrategyText = Annotated[
     typer.Option(
         "--strategy",
         metavar="TEXT",
-        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · data=4,compression=int8; "
-        "axes that are not named are 1.",
+        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · "
+        "islands=2,exchange=parameter_server · data=4,compression=int8; axes that are not named are 1.",
     ),
 ]
 ClusterText = Annotated[

@@ -18,7 +18,7 @@ from verbund.stage import launch
 SETTINGS: dict[str, Any] = {
     "cluster.replacements": 5,
     "cluster.heartbeat": 0.2,
-    "strategy.mesh": {"data": 2},
+    "strategy.mesh": {"shard": 2},  # of plain replicas a lost one is replaced instead
     "train.steps": 120,
     "train.optimizer": {"name": "adamw", "lr": 1e-3},
     "checkpoint.every": 10,
@@ -30,16 +30,19 @@ def _saved(folder: Path, beyond: int = -1) -> int | None:
     return max(steps) if steps and max(steps) > beyond else None
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2}, {"shard": 2}])
-def test_killed_twice(mesh: dict[str, int], make_job: MakeJob, tmp_path: Path) -> None:
-    write_job(make_job, tmp_path, {**SETTINGS, "strategy.mesh": mesh})
+@pytest.mark.parametrize(
+    "strategy",
+    [{"mesh": {"shard": 2}}, {"mesh": {"pipeline": 2}}, {"islands": 2, "exchange": {"name": "local_sgd", "every": 4}}],
+)
+def test_killed_twice(strategy: dict[str, Any], make_job: MakeJob, tmp_path: Path) -> None:
+    write_job(make_job, tmp_path, {**SETTINGS, "strategy": strategy})
     command = start_command(tmp_path)
     at = -1
     for number in range(2):
-        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a checkpoint")
-        os.kill(pids(tmp_path, 2)[number], signal.SIGKILL)
-        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a later checkpoint")
-    _, errors = command.communicate(timeout=60)
+        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a checkpoint", 60)
+        os.kill(pids(tmp_path, 2, 60)[number], signal.SIGKILL)
+        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a later checkpoint", 60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 0, errors
     run = Run.open(tmp_path / "run")
     summary = run.summary
@@ -54,12 +57,12 @@ def test_killed_twice(mesh: dict[str, int], make_job: MakeJob, tmp_path: Path) -
 def test_stopped_for_too_long(make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {**SETTINGS, "cluster.lost_after": 1.0})
     command = start_command(tmp_path)
-    at = wait_for(lambda: _saved(tmp_path), "a checkpoint")
-    stopped = pids(tmp_path, 2)[0]
+    at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
+    stopped = pids(tmp_path, 2, 60)[0]
     os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint")
+    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
     assert gone([stopped], 1)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 0, errors
     assert "no sign of life" in errors
 
@@ -80,7 +83,7 @@ def inputs(batch):
 """
     write_job(make_job, tmp_path, SETTINGS, task)
     command = start_command(tmp_path)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 3, errors
     assert "was killed by SIGKILL" in errors
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -91,9 +94,9 @@ def inputs(batch):
 def test_a_lost_warm_server_is_not_worked_around(make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
-    wait_for(lambda: _saved(tmp_path), "a checkpoint")
-    os.kill(parent(pids(tmp_path, 2)[0]), signal.SIGKILL)
-    _, errors = command.communicate(timeout=60)
+    wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
+    os.kill(parent(pids(tmp_path, 2, 60)[0]), signal.SIGKILL)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 3, errors
     assert "the parent of all workers" in errors
 
@@ -101,9 +104,9 @@ def test_a_lost_warm_server_is_not_worked_around(make_job: MakeJob, tmp_path: Pa
 def test_an_interrupt_after_a_restart(make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {**SETTINGS, "train.steps": 5000})
     command = start_command(tmp_path)
-    at = wait_for(lambda: _saved(tmp_path), "a checkpoint")
-    os.kill(pids(tmp_path, 2)[0], signal.SIGKILL)
-    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint")
+    at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
+    os.kill(pids(tmp_path, 2, 60)[0], signal.SIGKILL)
+    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 130, errors

@@ -51,7 +51,7 @@ class ForkedCluster:
         """Nothing to check on one machine."""
 
     def start(self, specs: list[ProcessSpec], timeout: float = 60.0) -> list[Process]:
-        """Forks a process per spec and waits until each has said hello.
+        """Forks a process per spec and waits until each has said hello; if one does not, none is left.
 
         Raises:
             ClusterLost: if a warm server or a process ends before, or `timeout` seconds pass.
@@ -64,6 +64,17 @@ class ForkedCluster:
         roles = [spec.role for spec in specs]
         specs = [self._on_host(spec, places, roles, number) for number, spec in enumerate(specs)]
         pids = self._forked(specs, places, deadline)
+        try:
+            return self._greeted(specs, pids, deadline, timeout)
+        except ClusterLost:
+            for host, pid in pids.values():
+                self._servers[host].kill_forked(pid)
+            raise
+
+    def _greeted(
+        self, specs: list[ProcessSpec], pids: dict[tuple[str, int], tuple[int, int]], deadline: float, timeout: float
+    ) -> list[Process]:
+        """The forked processes, once each has said hello."""
         processes: dict[tuple[str, int], Process] = {}
         waiting = {(spec.role, spec.rank): spec for spec in specs}
         while waiting:

@@ -11,39 +11,55 @@ from verbund.cluster.process import ProcessSpec
 
 
 @dataclass
-class Replacements:
-    """A budget of replacements within a window of time, so that what always fails ends with its first cause.
+class Budget:
+    """Losses that a run survives within a window of time, so that what always fails ends with its first cause.
 
     Args:
-        units: processes that can only go on together, e.g. the workers of an island; those in none are not replaced.
-        limit: replacements within the window.
+        limit: losses.
         window: seconds.
-        tell: is told of each replacement: the new specs, and why.
     """
 
-    units: Sequence[Sequence[ProcessSpec]]
     limit: int
     window: float
-    tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
     _times: deque[float] = field(default_factory=deque)
-
-    def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
-        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""
-        unit = next((unit for unit in self.units if any(_same(one, spec) for one in unit)), None)
-        now = time.monotonic()
-        while self._times and now - self._times[0] > self.window:
-            self._times.popleft()
-        if unit is None or len(self._times) >= self.limit:
-            return None
-        self._times.append(now)
-        fresh = [replace(one, life=spec.life + 1) for one in unit]
-        self.tell(fresh, why)
-        return fresh
 
     @property
     def spent(self) -> bool:
         """Whether there were as many within the window as are allowed."""
+        while self._times and time.monotonic() - self._times[0] > self.window:
+            self._times.popleft()
         return len(self._times) >= self.limit
+
+    def take(self) -> bool:
+        """Whether one more loss is survived; it counts then."""
+        if self.spent:
+            return False
+        self._times.append(time.monotonic())
+        return True
+
+
+@dataclass
+class Replacements:
+    """Replaces lost processes, within a budget.
+
+    Args:
+        units: processes that can only go on together, e.g. the workers of an island; those in none are not replaced.
+        budget: see there.
+        tell: is told of each replacement: the new specs, and why.
+    """
+
+    units: Sequence[Sequence[ProcessSpec]]
+    budget: Budget
+    tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
+
+    def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
+        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""
+        unit = next((unit for unit in self.units if any(_same(one, spec) for one in unit)), None)
+        if unit is None or not self.budget.take():
+            return None
+        fresh = [replace(one, life=spec.life + 1) for one in unit]
+        self.tell(fresh, why)
+        return fresh
 
 
 def _same(one: ProcessSpec, other: ProcessSpec) -> bool:

@@ -227,18 +227,21 @@ class WarmServer:
 
     def kill(self, process: Process) -> None:
         """Ends a process that did not end by itself."""
-        if process.pid not in self.living:
-            return
+        if process.pid in self.living:
+            self.kill_forked(process.pid)
+
+    def kill_forked(self, pid: int) -> None:
+        """Ends a process that it has forked, whether or not that has come."""
         if self._command:
             try:
-                self.send("kill", {"pid": process.pid})
+                self.send("kill", {"pid": pid})
             except ClusterLost:
                 return
         else:
             try:
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.living.pop(process.pid, None)
+                self.living.pop(pid, None)
 
     # -- its end -------------------------------------------------------------------------------------------------
 

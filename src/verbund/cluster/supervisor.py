@@ -110,8 +110,10 @@ class Supervisor:
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
+        self._era = 0
+        """How often processes have taken the places of others: whoever exchanges with them meets anew."""
         self._ending: float | None = None
-        """Until when all have to end because some have failed."""
+        """Until when the others may end by themselves, after a failure."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -172,6 +174,7 @@ class Supervisor:
             if self._failures and self._ending is None:
                 primary = any(not failure.secondary for failure in self._failures)
                 if primary or time.monotonic() - self._failures[0].at > _CAUSE_SECONDS:
+                    self._starting.clear()
                     self.tell_all("end")
                     self._ending = time.monotonic() + _END_SECONDS
             if self._ending is not None and time.monotonic() > self._ending:
@@ -201,7 +204,7 @@ class Supervisor:
             watched.failed = True
             watched.over = watched.heard
             fields = message.fields
-            if not watched.replaced:  # else it is a consequence
+            if self._matters(watched):  # else it is a consequence
                 self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
         else:
             try:
@@ -224,7 +227,7 @@ class Supervisor:
             if watched.silence is not None and ended.lost is None:
                 error, last = watched.silence  # it may have gone on for a while after its last sign of life
                 error.what = error.what.replace(last, f"{ended.doing} (step {ended.step})")
-            if watched.result is None and not watched.failed and not self._ended_by_us():
+            if watched.result is None and not watched.failed and self._matters(watched) and not self._ended_by_us():
                 if ended.lost is not None:
                     self._fail(None, ended.lost, secondary=False)
                 else:
@@ -234,14 +237,11 @@ class Supervisor:
 
     def _lose(self, watched: _Watched, error: ClusterLost) -> None:
         """A process is lost: its unit is replaced, or the run fails."""
-        if watched.replaced:
+        if not self._matters(watched):
+            self._kill(watched)
             return
-        budget = self._replacements
-        fresh = budget.of(watched.process.spec, error.what) if budget is not None else None
+        fresh = self._replacement(watched.process.spec, watched, error)
         if fresh is None:
-            if budget is not None and budget.spent:
-                error.what += f"; {budget.limit} processes had been replaced within {budget.window:g} s before"
-            self._fail(watched, error, secondary=False)
             return
         names = {(spec.role, spec.rank) for spec in fresh}
         for other in self._watched.values():
@@ -254,37 +254,69 @@ class Supervisor:
         self._failures = [failure for failure in self._failures if not (failure.secondary and failure.process in gone)]
         self._starting.append(fresh)
 
+    def _replacement(self, lost: ProcessSpec, watched: _Watched | None, error: ClusterLost) -> list[ProcessSpec] | None:
+        """The processes that take the place of a lost one's unit; None, and a failure, if there are none any more."""
+        budget = self._replacements
+        fresh = budget.of(lost, error.what) if budget is not None else None
+        if fresh is None:
+            if budget is not None and budget.budget.spent:
+                limits = budget.budget
+                times = f"{limits.limit} loss{'es' * (limits.limit > 1)}"
+                error.what += f"; {times} within {limits.window:g} s had been survived before"
+            self._fail(watched, error, secondary=False)
+            return None
+        # They share their hosts with as many as those before them.
+        former = {w.name: w.process.spec for w in self._watched.values()}
+        shares = [former[spec.role, spec.rank] for spec in fresh]
+        return [
+            replace(spec, place=share.place, neighbours=share.neighbours)
+            for spec, share in zip(fresh, shares, strict=True)
+        ]
+
+    def _matters(self, watched: _Watched) -> bool:
+        """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""
+        return not (watched.replaced or (self._finishing and watched.process.spec.serves))
+
     def _start_replacements(self, selector: selectors.BaseSelector) -> None:
         if self._failures:
-            if self._ended_by_us():
-                self._starting.clear()
             return
-        for fresh in list(self._starting):
-            names = {(spec.role, spec.rank) for spec in fresh}
-            if any(w.exit is None for w in self._watched.values() if w.name in names):
-                continue
-            self._starting.remove(fresh)
-            try:
-                processes = self._start(fresh)
-            except ClusterLost as error:
-                self._fail(None, error, secondary=False)
-                return
-            for process in processes:
-                watched = self._watched[process.key] = _Watched(process, time.monotonic())
-                selector.register(process.connection, selectors.EVENT_READ, watched)
-                if self._stop_sent:
-                    self._tell(watched, "stop")
+        ready = [fresh for fresh in self._starting if self._have_ended(fresh)]
+        if not ready:
+            return
+        self._starting = [fresh for fresh in self._starting if fresh not in ready]
+        self._era += 1
+        era = {"era": self._era}
+        try:
+            processes = self._start([replace(s, settings={**s.settings, **era}) for fresh in ready for s in fresh])
+        except ClusterLost as error:
+            for fresh in ready:
+                if (again := self._replacement(fresh[0], None, error)) is None:
+                    return
+                self._starting.append(again)
+            return
+        for process in processes:
+            watched = self._watched[process.key] = _Watched(process, time.monotonic())
+            selector.register(process.connection, selectors.EVENT_READ, watched)
+            if self._stop_sent:
+                self._tell(watched, "stop")
+        self.tell_all("regroup", **era)
+
+    def _have_ended(self, fresh: list[ProcessSpec]) -> bool:
+        """Whether all those have ended whose places these are to take."""
+        names = {(spec.role, spec.rank) for spec in fresh}
+        return all(w.exit is not None for w in self._watched.values() if w.name in names)
 
     def _finish_servers(self) -> None:
         """Those that work for others are done when all others are."""
-        if self._finishing or self._starting:
+        if self._finishing or any(not spec.serves for fresh in self._starting for spec in fresh):
             return
         current = [w for w in self._watched.values() if not w.replaced]
         if all(w.result is not None for w in current if not w.process.spec.serves):
             self._finishing = True
+            self._starting.clear()
             for watched in current:
                 if watched.process.spec.serves:
-                    watched.since = time.monotonic()
+                    watched.over = time.monotonic()
                     self._tell(watched, "finish")
 
     def _ended_by_us(self) -> bool:
@@ -320,7 +352,7 @@ class Supervisor:
         error = self._cluster.abandon([w.process for w in waiting])
         self._lost = True
         selector.unregister(self._cluster.fileno())
-        if all(w.result is not None for w in self._watched.values()):
+        if all(w.result is not None for w in self._watched.values() if self._matters(w)):
             self.warnings.append(error.what)  # the work is done
         elif not self._ended_by_us():
             self._fail(None, error, secondary=False)
@@ -338,7 +370,7 @@ class Supervisor:
 
     def _deadlines(self) -> None:
         now = time.monotonic()
-        living = [w for w in self._watched.values() if w.exit is None and w.result is None and not w.replaced]
+        living = [w for w in self._watched.values() if w.exit is None and w.result is None and self._matters(w)]
         for watched in living:
             silent = now - watched.heard
             # A process gives signs of life from when it has loaded task and data, which may take as long as a step.

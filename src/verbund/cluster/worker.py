@@ -19,6 +19,7 @@ from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Array, Closed, Connection, Deadline, Message, WireError
 from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
 
+_TURN = 0.02
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -40,6 +41,9 @@ class Worker:
         """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
+        self.era = int(spec.settings.get("era", 0))
+        """Rises whenever processes have taken the places of others."""
+        self._regrouped = threading.Condition()
         self._connection = connection
         self._asked: dict[int, queue.SimpleQueue[Message | None]] = {}
         self._questions = itertools.count()
@@ -76,18 +80,36 @@ class Worker:
         except WireError:
             self.stopping = True
 
-    def ask(self, kind: str, fields: dict[str, Any], arrays: dict[str, Array], timeout: float) -> Message:
+    def later_era(self, than: int, timeout: float) -> bool:
+        """Waits until processes have taken the places of others again; whether they have, within so many seconds."""
+        with self._regrouped:
+            return self._regrouped.wait_for(lambda: self.era > than or self.orphaned, timeout) and not self.orphaned
+
+    def ask_in(self, era: int) -> Callable[[str, dict[str, Any], dict[str, Array], float], Message]:
+        """`ask` that waits only as long as the era lasts."""
+        return lambda kind, fields, arrays, timeout: self.ask(kind, fields, arrays, timeout, era)
+
+    def ask(
+        self, kind: str, fields: dict[str, Any], arrays: dict[str, Array], timeout: float, era: int | None = None
+    ) -> Message:
         """The supervisor's answer. Only after `supervise`, whose thread receives it.
 
+        Args:
+            kind: what is asked.
+            fields: JSON values.
+            arrays: what travels raw.
+            timeout: seconds.
+            era: after which nobody waits any more.
+
         Raises:
-            Deadline: if there is none within `timeout` seconds.
+            Deadline: if there is none within `timeout` seconds, or the era is over.
             WireError: if the supervisor is gone.
         """
         number = next(self._questions)
         answers = self._asked[number] = queue.SimpleQueue()
         try:
             self._connection.send(kind, {**fields, "number": number}, None, **arrays)
-            answer = answers.get(timeout=timeout)
+            answer = self._answered(answers, timeout, era)
         except queue.Empty:
             raise Deadline(f"no answer within {timeout:.0f} s") from None
         finally:
@@ -95,6 +117,15 @@ class Worker:
         if answer is None:
             raise Closed("the supervisor is gone")
         return answer
+
+    def _answered(self, answers: queue.SimpleQueue[Message | None], timeout: float, era: int | None) -> Message | None:
+        until = time.monotonic() + timeout
+        while era is not None and era == self.era and time.monotonic() < until:
+            try:
+                return answers.get(timeout=_TURN)
+            except queue.Empty:
+                continue
+        return answers.get(timeout=timeout) if era is None else answers.get_nowait()
 
     def _listen(self) -> None:
         beat = float(self.settings.get("heartbeat", 2.0))
@@ -114,6 +145,10 @@ class Worker:
                 continue
             if message.kind == "stop":
                 self.stopping = True
+            elif message.kind == "regroup":
+                with self._regrouped:
+                    self.era = max(self.era, int(message.fields["era"]))
+                    self._regrouped.notify_all()
             elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:
                     answers.put(message)
@@ -124,6 +159,8 @@ class Worker:
         for answers in list(self._asked.values()):
             answers.put(None)
         self.orphaned = self.stopping = True
+        with self._regrouped:
+            self._regrouped.notify_all()
         time.sleep(float(self.settings.get("orphan_grace", 30.0)))
         self._finish()
         os._exit(1)

@@ -54,6 +54,18 @@ _CHOICE_SYNONYMS = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "half": "fp16",
+    "ps": "parameter_server",
+    "server": "parameter_server",
+    "sync": "bulk_synchronous",
+    "bsp": "bulk_synchronous",
+    "synchronous": "bulk_synchronous",
+    "async": "asynchronous",
+    "asp": "asynchronous",
+    "hogwild": "asynchronous",
+    "stale": "bounded_staleness",
+    "ssp": "bounded_staleness",
+    "bounded": "bounded_staleness",
+    "stale_synchronous": "bounded_staleness",
 }
 _SHOWN = 60
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -150,8 +151,20 @@ class GradientSums:
         self._compression = compression
         self._compressed: CompressedSums | None = None
         self._compressing = False
+        self._hooks: list[Any] = []
         if group.world > 1:
             self._cut(tail)
+
+    def regroup(self, group: Group) -> None:
+        """From now on gradients are added up with these workers; what was under way is forgotten."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._buckets.clear()
+        self._group = group
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._cut(self._numbers.numel())
 
     @property
     def buckets(self) -> int:
@@ -273,7 +286,7 @@ class GradientSums:
             while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].missing == 0:
                 self._launch(self._buckets[self._launched])
 
-        parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _launch(self, bucket: _Bucket) -> None:
         bucket.arrival = time.monotonic_ns()

@@ -151,7 +151,7 @@ class Replica:
         synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
             synchronised = batch_statistics.synchronise(
-                model, lambda tensor: groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
+                model, lambda tensor: self.groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
             )
         self.buffers = batch_statistics.BufferDeltas(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
@@ -192,6 +192,11 @@ class Replica:
     @tables.setter
     def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
+
+    def regroup(self, groups: Groups) -> None:
+        """Exchanges with these peers from now on, of the same mesh, which does not divide the model."""
+        self.groups = groups
+        self._sums.regroup(groups.data)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,14 @@ class State:
             return {name for name, _ in self.model.named_parameters()}
         persistent = self.model.state_dict().keys()
         return {name for name, _ in self.model.named_buffers() if name in persistent}
+
+    def give_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Replaces the optimiser's state, by parameter and key, of a model that is held whole."""
+        self.optimizer.state.clear()
+        for held in self.divided.trained:
+            for key, values in states.get(held.name, {}).items():
+                here = values if values.dim() == 0 else values.to(held.values.device)
+                self.optimizer.state[held.values][key] = here
 
     def load_optimizer(self, checkpoint: Checkpoint, kind: str = "optimizer", prefix: str = "") -> None:
         """Restores the optimiser's state from tensors named `PREFIX` `PARAMETER/KEY`."""

@@ -82,7 +82,7 @@ def _sentence(
     if kind == "communicate" and share >= _HELD_BY_LINK and network and (full := fullest(network)) is not None:
         return f"{of} {_link(full[0], settings)}"
     if kind == "communicate":
-        return f"{of} {_communicating(timeline)}"
+        return f"{of} {_communicating(timeline, settings)}"
     if kind == "checkpoint":
         every = _get(settings, "checkpoint", "every", "epoch")
         return f"{of} saving checkpoints: raise `checkpoint.every` (now {every})."
@@ -177,10 +177,18 @@ def _name(section: Any) -> Any:
     return section.get("name") if isinstance(section, Mapping) else section
 
 
-def _communicating(timeline: Timeline) -> str:
+def _communicating(timeline: Timeline, settings: Mapping[str, Any]) -> str:
     seconds = timeline.seconds
     steps = max((w["steps"] for w in timeline.workers.values()), default=0.0)
     each = f" ({_seconds(seconds['communicate'] / steps)} a step)" if steps else ""
+    exchange = _get(settings, "strategy", "exchange", "all_reduce")
+    if _name(exchange) == "parameter_server":
+        said = "pulling from the servers and pushing to them"
+        advice = "A larger `train.global_batch` (which changes the training) makes it a smaller share"
+        if isinstance(exchange, Mapping) and exchange.get("consistency", "bulk_synchronous") != "asynchronous":
+            said += ", and waiting there for other islands"
+            advice += '; with `consistency = "asynchronous"` (whose numbers are others) nobody waits'
+        return f"{said}{each}. {advice}."
     if not timeline.wait_measured:
         return (
             f"communicating and waiting{each}; the two cannot be told apart here, since the workers' hosts "

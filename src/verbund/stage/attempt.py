@@ -9,7 +9,7 @@ from typing import Any
 
 from verbund import task
 from verbund.cluster.process import Cluster, Process, ProcessSpec
-from verbund.cluster.replacements import Replacements
+from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
@@ -38,6 +38,7 @@ def attempt(
     source: Path | None,
     quiet: bool,
     interrupts: Interrupts,
+    budget: Budget,
     warnings: list[str] | None = None,
 ) -> Run:
     cluster.check_shared([run.path])
@@ -113,9 +114,8 @@ def attempt(
         journal.event("replacement", processes=names, why=why)
         progress.message(f"{why}: another process takes its place")
 
-    limits = job.cluster
-    budget = Replacements(units(job, specs), limits.replacements, limits.replacement_window, tell)
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, budget if job.strategy.exchange.served else None)
+    replacements = Replacements(units(job, specs), budget, tell)
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None

@@ -44,7 +44,7 @@ class Commits:
         self.warnings: list[str] = []
 
     def saved(self, fields: dict[str, Any]) -> str | None:
-        """One worker's part of one save. Returns a warning for the user if the save has failed.
+        """One process's part of one save. Returns a warning for the user if the save has failed.
 
         Raises:
             RunFailed: if it failed because the run's directory is gone, so that no later one can succeed.
@@ -52,14 +52,20 @@ class Commits:
         step = int(fields["step"])
         pending = self._pending.setdefault(step, _Pending())
         if fields.get("failure"):
-            pending.failures.append(f"worker {fields['part']}: {fields['failure']}")
+            who = fields.get("process") or f"worker {fields['part']}"
+            pending.failures.append(f"{who}: {fields['failure']}")
         pending.parts[int(fields["part"])] = fields["record"]
         pending.state = fields.get("state") or pending.state
         pending.seconds = max(pending.seconds, float(fields["seconds"]))
         if len(pending.parts) < self._workers:
             return None
         del self._pending[step]
-        return self._commit(step, pending)
+        warning = self._commit(step, pending)
+        if warning is None:
+            for older in [other for other in self._pending if other < step]:
+                del self._pending[older]  # of workers that were lost meanwhile; nobody completes it any more
+                checkpoint.discard(self._run.checkpoints, older)
+        return warning
 
     def _commit(self, step: int, pending: _Pending) -> str | None:
         start = time.monotonic()

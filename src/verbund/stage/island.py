@@ -12,8 +12,9 @@ from torch import nn
 from verbund import task as tasks
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup
-from verbund.comm.store import Store
+from verbund.comm.store import Ask, Store
 from verbund.comm.wire.address import Tcp
 from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
 from verbund.data.prepare import Prepared
@@ -26,6 +27,7 @@ from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
+from verbund.stage.elastic import elastic
 from verbund.task import Task
 
 _EXAMPLE = 2
@@ -64,6 +66,8 @@ class Island:
     threads: int
     number: int = 0
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
+    era: int = 0
+    """Of the groups: see `Worker.era`."""
 
     def replica(self, worker: Worker, take_tables: Callable[[nn.Module], Tables] | None = None) -> Replica:
         """This worker's part of the model, without its tables if they lie elsewhere."""
@@ -84,6 +88,10 @@ class Island:
             deferred,
             take_tables=take_tables,
         )
+
+    def meet_anew(self, worker: Worker) -> None:
+        """Forms all groups again, after others have taken the places of workers that were lost."""
+        self.groups, self.era = _met(worker, self.job, self.mesh, self.groups.island.device, 0)
 
     @staticmethod
     def join(worker: Worker) -> Island:
@@ -109,18 +117,31 @@ class Island:
         worker.supervise()
         worker.doing("meeting the other workers", 0)
         mesh = Mesh.of(job.strategy, rank)
-        groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
+        groups, era = _met(worker, job, mesh, place, number)
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number)
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
 
 
-def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str) -> Groups:
+def _met(worker: Worker, job: Job, mesh: Mesh, place: torch.device, number: int) -> tuple[Groups, int]:
+    """The groups, once all have met; who is lost meanwhile is replaced, and all meet anew."""
+    if not elastic(job) or number:
+        return _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}"), 0
+    while True:
+        era = worker.era
+        try:
+            return _meet(worker, job, mesh, place, f"era {era}", worker.ask_in(era)), era
+        except PeerLost:
+            if not worker.later_era(era, job.cluster.lost_after):
+                raise
+
+
+def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, ask: Ask | None = None) -> Groups:
     timeout = job.cluster.step_deadline + 60.0
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        everybody = Group(Store(worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
+        everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
         return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)

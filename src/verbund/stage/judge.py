@@ -25,6 +25,7 @@ class Judge:
         self.best_step: int | None = state.get("best_step")
         self._patient: float | None = state.get("patient")
         self._stale = int(state.get("validations_without_gain", 0))
+        self._judged: tuple[int, str | None] = (-1, None)
 
     def state(self) -> dict[str, Any]:
         """JSON values."""
@@ -41,6 +42,11 @@ class Judge:
         Raises:
             InputError: if a metric that is watched is none of the job's.
         """
+        if self._judged[0] != step:  # one that was done again tells nothing new
+            self._judged = (step, self._judge(metrics, step))
+        return self._judged[1]
+
+    def _judge(self, metrics: Mapping[str, Any], step: int) -> str | None:
         target, patience = self._settings.target, self._settings.patience
         watched = target.metric if target else patience.metric if patience else None
         if watched is None:

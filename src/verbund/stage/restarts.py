@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from verbund import checkpoint
 from verbund.cluster.process import Cluster
+from verbund.cluster.replacements import Budget
 from verbund.data.prepare import Prepared
 from verbund.errors import ClusterLost
 from verbund.interrupts import Interrupts
@@ -32,23 +32,21 @@ def persistent(
 ) -> Run:
     """An attempt, and after a loss of processes the next one, as long as `cluster.replacements` lasts.
 
-    A parameter server's processes are replaced one by one instead; what ends such a run ends it.
+    Where lost processes can be replaced while the others go on, that comes first. What ends a run with parameter
+    servers ends it.
 
     Raises:
         VerbundError: as `attempt`; of a loss the last one, with how many there were before.
     """
-    losses: list[float] = []
+    budget = Budget(job.cluster.replacements, job.cluster.replacement_window)
     in_vain = 0
     while True:
         try:
-            return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, warnings)
+            return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, budget, warnings)
         except ClusterLost as error:
-            limits, now = job.cluster, time.monotonic()
-            losses = [moment for moment in losses if now - moment < limits.replacement_window]
             ended = job.strategy.exchange.served or interrupts.count or cluster.lost is not None
-            if ended or len(losses) >= limits.replacements:
+            if ended or not budget.take():
                 raise
-            losses.append(now)
             former = source
             source, warnings = newest(run)
             in_vain = in_vain + 1 if source == former else 0

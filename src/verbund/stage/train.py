@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from verbund.cluster.worker import Worker
+from verbund.comm.peer_lost import PeerLost
 from verbund.data.loader import Batch, Item, Loader
 from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
@@ -21,8 +22,10 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage.elastic import elastic
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.recovery import bring_together
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
 from verbund.stage.stopping import Agreement
@@ -30,6 +33,8 @@ from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
+_REPLACED_SECONDS = 60.0
+"""How long the place of a lost worker may stay empty, once its loss is known."""
 # Reasons to stop that travel with the gradients, so that all workers stop after the same step. Only one worker looks
 # at the clock, so that the sum tells the two apart.
 _TIME, _INTERRUPT = 1.0, 2.0
@@ -49,6 +54,7 @@ def work(worker: Worker) -> dict[str, Any]:
         worker.spec.generation,
         limit_mb=job.observe.journal_mb,
         address=worker.spec.address,
+        life=worker.spec.life,
     )
     links = Links()
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
@@ -57,7 +63,9 @@ def work(worker: Worker) -> dict[str, Any]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
-    state = restore(Path(source), replica) if (source := worker.settings["checkpoint"]) else {}
+    new = bool(worker.settings.get("era"))  # it takes the place of one that was lost
+    source = worker.settings["checkpoint"] if not new else None
+    state = restore(Path(source), replica) if source else {}
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
     if job.strategy.exchange.local:
@@ -72,7 +80,10 @@ def work(worker: Worker) -> dict[str, Any]:
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
     training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)
-    replica.check_equal(training.step)
+    if new:
+        training.meet(None)
+    else:
+        replica.check_equal(training.step)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
 
@@ -134,12 +145,77 @@ class _Training:
         self._reported = 0.0
         self._reported_samples = self.samples
         self._validated = -1
+        self._elastic = elastic(job)
+
+    def meet(self, step: int | None) -> None:
+        """Goes on together with those that have taken the places of lost workers, from the newest step that is done.
+
+        Args:
+            step: how many are done here; None: this worker is one of them.
+        """
+        known = {
+            "samples": self.samples,
+            "first_step": self._first_step,
+            "seconds": self._elapsed(),
+            "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
+            **self.judge.state(),
+        }
+        self.step, state = bring_together(self.replica, step, known)
+        self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
+        if step != self.step:
+            self.judge = Judge(self.job.train, state)
+            if self.replica.loss_scale is not None:
+                self.replica.loss_scale.load(state["loss_scale"])
+        if step is None:
+            self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+
+    def _recover(self) -> None:
+        """Waits until lost workers have been replaced, and goes on with all."""
+        while True:
+            if not self.worker.later_era(self.island.era, self.job.cluster.lost_after + _REPLACED_SECONDS):
+                raise PeerLost("a worker was lost, and none has taken its place")
+            self.worker.doing("recovering", self.step)
+            try:
+                self.saver.wait()
+                self.island.meet_anew(self.worker)
+                self.replica.regroup(self.island.groups)
+                self.meet(self.step)
+                return
+            except PeerLost:
+                continue  # another one
 
     def run_to_end(self) -> dict[str, Any]:
         """Trains until one of the job's ends is reached or a stop is asked for."""
+        again = self.island.era > 0
+        while True:
+            try:
+                reason = self._train(again)
+                break
+            except PeerLost:
+                if not self._elastic or self.worker.orphaned:
+                    raise
+                self._recover()
+                again = True
+        return {
+            "stopped_by": reason,
+            "steps": self.step,
+            "samples": self.samples,
+            "threads": self.island.threads,
+            "randomness": self.replica.randomness.report(),
+        }
+
+    def _train(self, again: bool) -> str | None:
+        """Trains to the end, and says why it is there.
+
+        Args:
+            again: what is due after the last step may not have been done by all.
+        """
         train, rank = self.job.train, self.rank
         reason = self._end_reached() or self._stopped(0.0)
-        if reason is not None and rank == 0:
+        if again:
+            if self.step > self._first_step:
+                reason = self._after_step(reason)
+        elif reason is not None and rank == 0:
             text = (
                 f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
             )
@@ -181,13 +257,7 @@ class _Training:
         finally:
             loader.close()
         self._finish(reason)
-        return {
-            "stopped_by": reason,
-            "steps": self.step,
-            "samples": self.samples,
-            "threads": self.island.threads,
-            "randomness": self.replica.randomness.report(),
-        }
+        return reason
 
     def _diverged(self, step: int) -> RunFailed:
         fix = "Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up"

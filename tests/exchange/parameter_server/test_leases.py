@@ -16,7 +16,7 @@ def _drive(leases: Leases, seed: int, deaths: float, divided: bool) -> tuple[dic
     """Islands lease, work, report and die at random until training has ended; who did which ticket, and all stops."""
     choose = random.Random(seed)
     islands = range(len(leases.islands))
-    workers = len(leases.islands[0].done)
+    workers, begin = len(leases.islands[0].done), leases.rested
     generation = [1] * len(islands)
     for island in islands:
         leases.enter(island, 1)
@@ -25,6 +25,8 @@ def _drive(leases: Leases, seed: int, deaths: float, divided: bool) -> tuple[dic
     finished: dict[int, list[int]] = {}
     rests: list[int] = []
     for _ in range(100_000):
+        # Servers take what is below for done.
+        assert all(ticket in finished for ticket in range(begin, leases.low))
         if leases.ended is not None:
             return finished, rests
         if leases.resting:
@@ -114,6 +116,21 @@ def test_who_is_asked_to_end_finishes_what_is_leased(divided: bool) -> None:
     assert leases.resting
     leases.settle(last, None)
     assert leases.ended == "interrupt"
+
+
+def test_what_a_lost_island_had_is_not_done_while_another_does_it_after_later_tickets() -> None:
+    leases = Leases(2, 1, False, 0, Stops(20, ()))
+    assert leases.lease(0, 0)
+    assert [leases.lease(1, number) for number in range(2)] == [True, True]
+    leases.done(1, 0, 1)
+    leases.enter(0, 1)
+    assert leases.lease(1, 2)
+    assert [leases.ticket(1, number) for number in (1, 2)] == [2, 0]
+    assert leases.low == 0
+    leases.done(1, 0, 2)
+    assert leases.low == 0
+    leases.done(1, 0, 3)
+    assert leases.low == 3
 
 
 def test_a_state_is_what_its_record_says() -> None:

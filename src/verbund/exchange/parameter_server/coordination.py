@@ -188,11 +188,15 @@ class Coordination:
             self._changed.wait_for(lambda: self._knows(than) or self._trouble is not None, max(seconds, 0.0))
         return self.newest()
 
-    def close(self) -> None:
-        """Ends the line."""
+    def close(self, wait: bool = True) -> None:
+        """Ends the line; who waits for an answer gets none.
+
+        Args:
+            wait: until its threads have ended.
+        """
         self._closing = True
         for calls in (self._quick, self._slow, self._watching):
-            calls.close()
+            calls.close(wait)
 
     def _knows(self, number: int) -> bool:
         return self._view is not None and self._view.number > number

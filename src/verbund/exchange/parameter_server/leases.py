@@ -149,7 +149,7 @@ class Leases:
     @property
     def low(self) -> int:
         """All tickets below are done."""
-        left = [own.given[0] for own in self.islands if own.given]
+        left = [min(own.given) for own in self.islands if own.given]  # who does a lost one's goes back
         if self._divided:
             return min([*left, *(own.clock for own in self.islands)])
         return min([*left, *self._again, self._next])

@@ -11,6 +11,25 @@ from verbund.observe.report.text import bullets, prose, table
 
 _BARS = 24
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 20, 72, 96
+_ALWAYS = ("pushes", "applied", "bytes", "applying_seconds")
+_WORDS = {
+    "pushes": "pushes",
+    "applied": "parts of them that were steps",
+    "waiting": "that waited for other islands'",
+    "late": "that came too late",
+    "known": "that had come before",
+    "rows": "rows of tables",
+    "bytes": "bytes in pushes",
+    "pulls": "pulls",
+    "pulled_bytes": "bytes sent for them",
+    "applying_seconds": "seconds of steps",
+    "records": "records of other servers",
+    "replicated_bytes": "bytes to replicas",
+    "log_bytes": "bytes to the log",
+    "log_sync_seconds": "seconds of syncing it",
+    "log_snapshots": "times it began anew",
+}
+"""Of a server's counts what they are called; but for some, a column of zeros is left out."""
 
 
 def servers(summary: Mapping[str, Any]) -> str:
@@ -22,10 +41,12 @@ def servers(summary: Mapping[str, Any]) -> str:
     parts = [f"<p>{prose(_sentence(found))}</p>", _bars(staleness["histogram"])]
     parts.append(bullets(f"{each['why']}: {each['processes']} replaced" for each in found["replacements"]))
     counts = found["per_server"]
-    keys = list(dict.fromkeys(key for each in counts.values() for key in each))
-    if keys:
-        rows = [(name, *(_cell(key, each.get(key, 0)) for key in keys)) for name, each in counts.items()]
-        parts.append(table("Per server", ("", *(key.replace("_", " ") for key in keys)), rows))
+    shown = {
+        key: words for key, words in _WORDS.items() if key in _ALWAYS or any(each.get(key) for each in counts.values())
+    }
+    if counts:
+        rows = [(name, *(_cell(key, each.get(key, 0)) for key in shown)) for name, each in counts.items()]
+        parts.append(table("What each server did", ("", *shown.values()), rows))
     return "".join(parts)
 
 

@@ -85,15 +85,15 @@ class Saver:
             record = write_part(checkpoint.partial_folder(self._run.checkpoints, step), rank, pieces)
         except Exception as error:  # whatever it is, the run goes on and the user is told
             failure = f"{error}" or type(error).__name__
-        self._tell(step, rank, record, state if leads else None, failure, start)
+        self._tell(step, rank, record, state if leads else None, failure, start, self._worker.spec.name)
         if not leads:
             return
         answers = self._client.ask_all("saved", lambda _: {"step": step})
         for rank, (asked, answer) in enumerate(zip(self._asked, answers, strict=True)):
             trouble = next((each for each in (asked, answer) if isinstance(each, Exception)), None)
             given = {} if isinstance(answer, Exception) else answer.fields["record"]
-            failure = None if trouble is None else f"server {rank}: {trouble}"
-            self._tell(step, self._replica.mesh.world + rank, given, None, failure, start)
+            failure = None if trouble is None else str(trouble)
+            self._tell(step, self._replica.mesh.world + rank, given, None, failure, start, f"server {rank}")
 
     def _tell(
         self,
@@ -103,6 +103,7 @@ class Saver:
         state: dict[str, Any] | None,
         failure: str | None,
         start: float,
+        process: str,
     ) -> None:
-        seconds = time.monotonic() - start
-        self._worker.send("saved", step=step, part=part, record=record, state=state, failure=failure, seconds=seconds)
+        told = {"process": process, "seconds": time.monotonic() - start}
+        self._worker.send("saved", step=step, part=part, record=record, state=state, failure=failure, **told)

@@ -26,11 +26,14 @@ def work(worker: Worker) -> dict[str, Any]:
     job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
     exchange = job.strategy.exchange
     device.use_threads(job.cluster.threads, spec.neighbours)
-    finish = threading.Event()
+    coordination = meeting.coordination(worker, job.cluster.step_deadline)
+    serving, finish = threading.Event(), threading.Event()
 
     def hear(message: Message) -> None:
         if message.kind == "finish":
             finish.set()
+            if not serving.is_set():  # it has come late, and would wait for the coordinator, which has ended
+                coordination.close(wait=False)
 
     worker.hears = hear
     worker.supervise()
@@ -47,7 +50,6 @@ def work(worker: Worker) -> dict[str, Any]:
     links = Links()
     worker.at_end.insert(0, journal.close)
     worker.doing("waiting for the model", 0)
-    coordination = meeting.coordination(worker, job.cluster.step_deadline)
     plan, view = coordination.plan()
     folder = run.servers / f"server-{spec.rank}" if exchange.copies == 0 and exchange.log else None
     generation = spec.life + 1
@@ -65,6 +67,7 @@ def work(worker: Worker) -> dict[str, Any]:
         journal.totals("server", **server.totals())
 
     worker.at_end.insert(0, count)
+    serving.set()
     worker.doing("serving", int(settings["begin"]))
     while not finish.wait(_TURN) and not worker.orphaned:
         if server.failure is not None:

@@ -94,8 +94,7 @@ def work(worker: Worker) -> dict[str, Any]:
         worker.doing("giving the servers their first values", int(known["rested"]))
         _begin(served, island, source, int(known["rested"]))
     saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
-    training = _Training(worker, outer, island, replica, served, saver, journal, links)
-    training.step = int(known["rested"])
+    training = _Training(worker, outer, island, replica, served, saver, journal, links, int(known["rested"]))
     worker.at_end.insert(0, training.count)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return training.run_to_end()
@@ -140,6 +139,7 @@ class _Training:
         saver: Saver,
         journal: Journal,
         links: Links,
+        begin: int,
     ) -> None:
         self.worker, self.job, self.island, self.replica = worker, outer, island, replica
         self.plan, self.binding, self.rows = served.plan, served.binding, served.rows
@@ -153,13 +153,13 @@ class _Training:
         self.tickets = Tickets(island.train_set, outer, self.mesh, replica.division.unit)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.staleness = Staleness()
-        self.step = 0
+        self.step = self._begin = begin
         self.loss = math.nan
         self._versions: dict[int, int] = {}
         self._fresh = False
         """Whether the model has what the servers had after this island's last push."""
         self._count = 0
-        self._reported = 0.0
+        self._reported, self._reported_step = 0.0, begin
         self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
         self._turned = threading.Condition()
@@ -198,6 +198,8 @@ class _Training:
             self._to_read.put(None)
             loader.close()
         self.worker.doing("ending", self.step)
+        self._reported = 0.0
+        self._say(item.step)
         self.client.close()
         self.coordination.close()
         return {
@@ -266,7 +268,7 @@ class _Training:
         factor = self.replica.settle(sizes, sums)
         self._push(leased, sums.weight, factor)
         self.step = max(self.step, ticket + 1)
-        self._record(ticket, sums.weight, sum(sizes))
+        self._record(leased, sums.weight, sum(sizes))
         with self._turned:
             self._count += 1
             seconds = (time.monotonic_ns() - start) / 1e9
@@ -408,16 +410,26 @@ class _Training:
 
     # -- what is recorded ----------------------------------------------------------------------------------------
 
-    def _record(self, ticket: int, weight: float, size: int) -> None:
-        now = time.monotonic()
+    def _record(self, leased: Leased, weight: float, size: int) -> None:
+        ticket = leased.ticket
         if self.leads:
             rate = self.job.train.optimizer.lr * schedule.factor(self.job.train.schedule, ticket, self.total_steps)
             self.journal.step(ticket, self.loss, weight, size, rate)
-        if self.island.number == 0 and self.leads and now - self._reported >= _PROGRESS_SECONDS:
-            self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
-            self._reported = now
+        # Of undivided tickets those of the other islands may be done in any order.
+        self._say(ticket + 1 if self.divided else max(leased.low, self._begin + self._count + 1))
         if self.journal.due:
             self.write()
+
+    def _say(self, step: int) -> None:
+        """Tells the supervisor how far all are, now and then."""
+        now, former = time.monotonic(), self._reported_step
+        waits = now - self._reported < _PROGRESS_SECONDS or step <= former
+        if self.island.number or not self.leads or waits or not math.isfinite(self.loss):
+            return
+        samples = sum(sum(self.tickets.sizes(ticket)) for ticket in range(former, step)) if self._reported else 0
+        speed = samples / (now - self._reported)
+        self.worker.mention("progress", step=step, loss=self.loss, samples_per_second=speed)
+        self._reported, self._reported_step = now, step
 
     def write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""

@@ -1,0 +1,116 @@
+"""A lost worker is replaced while the others go on: no step is lost, and the result is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import MakeJob, losses, wait_for
+from processes import gone, pids, start_command, write_job
+from verbund.run import Run
+from verbund.stage import launch
+
+SETTINGS: dict[str, Any] = {
+    "cluster.replacements": 20,
+    "cluster.heartbeat": 0.2,
+    "cluster.threads": 1,
+    "strategy.mesh": {"data": 3},
+    "train.steps": 150,
+    "train.optimizer": {"name": "adamw", "lr": 1e-3},
+    "train.ema": 0.9,
+    "validate.every": 40,
+    "data.validation_fraction": 0.2,
+}
+
+
+def _step(folder: Path) -> int:
+    """The last step that worker 0's journals, or anybody's, have told of."""
+    newest = 0
+    for path in (folder / "run" / "journal").glob("worker-*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line) if line.endswith("}") else {}
+            if record.get("t") == "steps":
+                newest = max(newest, int(record["rows"][-1][0]))
+    return newest
+
+
+def _check(folder: Path, command: Any, deaths: int) -> None:
+    _, errors = command.communicate(timeout=100)
+    assert command.returncode == 0, errors
+    run = Run.open(folder / "run")
+    summary = run.summary
+    assert (summary["status"], summary["steps"], summary["attempt"]) == ("done", 150, 1), errors
+    assert errors.count("another process takes its place") == deaths
+    undisturbed = launch.train(run.job, folder / "undisturbed")
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
+    for name in ("loss", "accuracy"):
+        assert summary["metrics"][name]["curve"] == [
+            [step, pytest.approx(value, rel=1e-5)] for step, value in undisturbed.summary["metrics"][name]["curve"]
+        ]
+    assert summary["samples"] == undisturbed.summary["samples"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_is_killed(rank: int, make_job: MakeJob, tmp_path: Path) -> None:
+    write_job(make_job, tmp_path, SETTINGS)
+    command = start_command(tmp_path)
+    workers = pids(tmp_path, 3, 60)
+    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    os.kill(workers[rank], signal.SIGKILL)
+    _check(tmp_path, command, 1)
+
+
+def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Path) -> None:
+    write_job(make_job, tmp_path, SETTINGS)
+    command = start_command(tmp_path)
+    workers = pids(tmp_path, 3, 60)
+    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    for pid in workers[1:]:
+        os.kill(pid, signal.SIGKILL)
+    new = wait_for(lambda: [pid for pid in pids(tmp_path, 3, 60) if pid not in workers], "new workers", 40)
+    os.kill(new[0], signal.SIGKILL)
+    _check(tmp_path, command, 3)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_again_and_again(seed: int, make_job: MakeJob, tmp_path: Path) -> None:
+    choose = random.Random(seed)
+    write_job(make_job, tmp_path, SETTINGS)
+    command = start_command(tmp_path)
+    at = 5
+    for _ in range(5):
+        wait_for(lambda beyond=at: _step(tmp_path) > beyond, "more steps", 60)
+        os.kill(choose.choice(pids(tmp_path, 3, 60)), signal.SIGKILL)
+        at = _step(tmp_path) + choose.randrange(15)
+    _check(tmp_path, command, 5)
+
+
+def test_one_is_stopped(make_job: MakeJob, tmp_path: Path) -> None:
+    write_job(make_job, tmp_path, {**SETTINGS, "cluster.lost_after": 1.0})
+    command = start_command(tmp_path)
+    stopped = pids(tmp_path, 3, 60)[1]
+    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    os.kill(stopped, signal.SIGSTOP)
+    _check(tmp_path, command, 1)
+    assert gone([stopped], 1)
+
+
+def test_all_are_lost(make_job: MakeJob, tmp_path: Path) -> None:
+    """Nobody has it in memory any more: the newest checkpoint has."""
+    write_job(make_job, tmp_path, {**SETTINGS, "checkpoint.every": 5})
+    command = start_command(tmp_path)
+    workers = pids(tmp_path, 3, 60)
+    wait_for(lambda: _step(tmp_path) > 20, "some steps", 40)
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    _, errors = command.communicate(timeout=100)
+    assert command.returncode == 0, errors
+    run = Run.open(tmp_path / "run")
+    assert (run.summary["steps"], run.summary["attempt"]) == (150, 2)
+    assert losses(run) == pytest.approx(losses(launch.train(run.job, tmp_path / "undisturbed")), rel=1e-5)
