@@ -315,3 +315,16 @@ def inputs(batch):
     with pytest.raises(RunFailed, match=r"task.py, model\(\): IndexError: index out of range") as caught:
         run_job(task, {"train.global_batch": 10, "train.steps": 30}, x=words, y=np.zeros(200, np.int64))
     assert "randomness" not in str(caught.value)
+
+
+def test_the_ends_that_follow_a_failure_are_no_losses(run_job: RunJob, tmp_path: Path) -> None:
+    """Where all that is known is that a peer was lost, that is told, and nobody is replaced who was told to end."""
+    task = MLP + (
+        "\nimport sys\nfrom verbund.comm.peer_lost import PeerLost\n\ndef inputs(batch):\n"
+        "    if 'verbund.stage.served.train' in sys.modules and len(batch['x']) > 5:\n"
+        "        raise PeerLost('nobody is there')\n    return batch['x']\n"
+    )
+    changes = {"strategy.exchange": {"name": "parameter_server", "servers": 2}, "cluster.replacements": 2}
+    with pytest.raises(RunFailed, match="nobody is there"):
+        run_job(task, changes)
+    assert '"replacement"' not in (tmp_path / "run-1" / "journal" / "supervisor-0-1.jsonl").read_text()

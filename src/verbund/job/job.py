@@ -204,7 +204,8 @@ class Job(Section):
     @property
     def islands_apart(self) -> bool:
         """Whether islands lie on several hosts whose network is not trusted: each on one, and the wire joins them."""
-        return len(set(self._places)) > 1 and self.cluster.trusted_network is None
+        several = self.strategy.islands > 1 and len(set(self._places)) > 1
+        return several and self.cluster.trusted_network is None
 
     @property
     def _places(self) -> list[int]:

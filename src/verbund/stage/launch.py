@@ -324,7 +324,8 @@ def _evaluation_job(
         changes |= {"strategy.mesh": {"data": workers}, "strategy.islands": 1, "strategy.exchange": "all_reduce"}
     evaluated = Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
     if evaluated.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
-        without = {"strategy.exchange": "all_reduce"}
+        # Between hosts islands are joined by what is encrypted, as they were in training.
+        without = {"strategy.exchange": "local_sgd" if evaluated.cluster.kind == "hosts" else "all_reduce"}
         return Job.build(evaluated.resolved(), without, source="arguments", folder=Path(job.folder))
     return evaluated
 

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verbund.checkpoint.manifest import DTYPES
 from verbund.comm.wire import Message, Reply
 from verbund.errors import ClusterLost, InputError, VerbundError
 from verbund.exchange.parameter_server import membership
+from verbund.exchange.parameter_server.asked import LIVES, flag, table, text, whole, wholes
 from verbund.exchange.parameter_server.leases import Leases
-from verbund.exchange.parameter_server.plan import Plan
+from verbund.exchange.parameter_server.plan import KINDS, Plan
 from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
@@ -30,6 +32,8 @@ _LEASED = 64
 _LOG = "coordinator.jsonl"
 _COMPACT = 20_000
 """Events after which the file is written anew."""
+_JUDGED = 1 << 16
+_TEXT = 512
 
 Places = Callable[[Plan], list[tuple[int, ...]]]
 
@@ -91,8 +95,10 @@ class Coordinator:
 
     def _on_enter(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A worker of an island has come, with the plan that its model gives."""
-        island, generation, record = int(fields["island"]), int(fields["generation"]), fields["plan"]
-        plan = Plan.of(record)
+        island, record = self._island(fields), fields.get("plan")
+        plan = _plan_of(record)
+        known = self._leases.islands[island].generation
+        generation = whole(fields, "generation", 0, known + LIVES)
         if self._plan is None:
             self._event("plan", record)
         elif self._plan.model != plan.model:
@@ -101,7 +107,7 @@ class Coordinator:
                 where="model()",
                 fix="All must build the same tensors, whatever their environment",
             )
-        if generation < self._leases.islands[island].generation:
+        if generation < known:
             raise _fenced(island)
         if generation > self._leases.islands[island].generation:
             self._event("enter", island, generation)
@@ -116,8 +122,10 @@ class Coordinator:
         """A worker wants its island's tickets from number so and so on, up to a count of them, and says of how many its
         pushes are acknowledged; waits a while for the first."""
         self._on_done(fields)
-        island, number = self._member(fields), int(fields["number"])
-        wanted = min(max(int(fields["count"]), 1), _LEASED)
+        island = self._member(fields)
+        own = self._leases.islands[island]
+        number = whole(fields, "number", own.first, own.first + len(own.given))
+        wanted = min(whole(fields, "count", 1), _LEASED)
         until = time.monotonic() + _WAIT
         while True:
             self._member(fields)
@@ -140,22 +148,30 @@ class Coordinator:
 
     def _on_done(self, fields: dict[str, Any]) -> None:
         """A worker's pushes of its first so many tickets are acknowledged."""
-        island, worker, done = self._member(fields), int(fields["worker"]), int(fields["done"])
+        island = self._member(fields)
+        worker = whole(fields, "worker", 0, len(self._leases.islands[island].done) - 1)
+        done = whole(fields, "done")
         if done > self._leases.islands[island].done[worker]:
             self._event("done", island, worker, done)
 
     def _on_settle(self, fields: dict[str, Any]) -> None:
         """The leading island has done what was due at a stop."""
         self._member(fields)
-        self._event("settle", int(fields["step"]), fields["reason"], fields["judged"])
+        reason = None if fields.get("reason") is None else text(fields, "reason", _TEXT)
+        self._event("settle", whole(fields, "step"), reason, table(fields, "judged", _JUDGED))
 
     def _on_seat(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A server listens, which knows the plan."""
-        assert self._view is not None
-        server, generation = int(fields["server"]), int(fields["generation"])
-        if generation < self._view.seats[server].generation:
+        view = self._known_view()
+        server = whole(fields, "server", 0, self._servers - 1)
+        known = view.seats[server]
+        generation = whole(fields, "generation", 0, known.generation + LIVES)
+        address, recovered = text(fields, "address", _TEXT), flag(fields, "recovered")
+        if generation < known.generation:
             raise ClusterLost(f"another process has taken the seat of server {server}")
-        self._event("seat", server, str(fields["address"]), generation, bool(fields["recovered"]))
+        if (address, generation) != (known.address, known.generation):
+            self._event("seat", server, address, generation, recovered)
+        assert self._view is not None
         return {"view": self._view.record()}
 
     def _on_plan(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -167,21 +183,34 @@ class Coordinator:
 
     def _on_joined(self, fields: dict[str, Any]) -> None:
         """A primary has given a joining server some blocks."""
-        self._event("joined", int(fields["server"]), int(fields["generation"]), list(fields["blocks"]))
+        view = self._known_view()
+        server, generation = whole(fields, "server", 0, self._servers - 1), whole(fields, "generation")
+        blocks = wholes(fields, "blocks", len(view.joining))
+        if any(server in view.joining[block] for block in blocks):
+            self._event("joined", server, generation, blocks)
 
     def _on_watch(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The view, once it is newer than what the asker knows, or after a while."""
-        known = int(fields["known"])
+        known = whole(fields, "known", -1)
         self._changed.wait_for(lambda: self._view is not None and self._view.number > known, _WAIT)
         return {"view": self._view.record()} if self._view is not None and self._view.number > known else {}
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def _member(self, fields: dict[str, Any]) -> int:
-        island, generation = int(fields["island"]), int(fields["generation"])
-        if not 0 <= island < len(self._leases.islands) or generation != self._leases.islands[island].generation:
+        """The island that asks, which is as its newest processes."""
+        island = self._island(fields)
+        if whole(fields, "generation") != self._leases.islands[island].generation:
             raise _fenced(island)
         return island
+
+    def _island(self, fields: dict[str, Any]) -> int:
+        return whole(fields, "island", 0, len(self._leases.islands) - 1)
+
+    def _known_view(self) -> View:
+        if self._view is None:
+            raise InputError("there is no plan yet, of which this request speaks")
+        return self._view
 
     def _leads(self, island: int) -> dict[str, Any] | None:
         """What an island has to do at a stop where it leads; the first one there does."""
@@ -209,7 +238,7 @@ class Coordinator:
         changed = self._view is not None and self._view.number != before
         if changed or name == "settle":
             os.fsync(self._file.fileno())
-        if name == "settle" and self._events > _COMPACT:
+        if self._events > _COMPACT:
             self._compact()
         self._changed.notify_all()
 
@@ -295,6 +324,27 @@ class Coordinator:
     def _take_joined(self, server: int, generation: int, blocks: list[int]) -> None:
         assert self._view is not None
         self._view = membership.joined(self._view, server, generation, blocks)
+
+
+def _plan_of(record: Any) -> Plan:
+    """The plan that a worker has made.
+
+    Raises:
+        InputError: if it is none.
+    """
+    try:
+        plan = Plan.of(record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"`plan` of a request is none: {type(error).__name__}: {error}") from None
+    for block in plan.blocks:
+        if not block.box.inside(block.shape) or block.dtype not in DTYPES or block.kind not in KINDS:
+            what = f"{block.kind} {block.dtype} {block.box} of {list(block.shape)}"
+            raise InputError(f"`plan` of a request has the block {what}")
+    if plan.rule.consistency not in ("synchronous", "asynchronous"):
+        raise InputError(f"`plan` of a request has the rule {plan.rule.consistency!r}")
+    if not plan.blocks:
+        raise InputError("`plan` of a request has no blocks")
+    return plan
 
 
 def _fenced(island: int) -> ClusterLost:

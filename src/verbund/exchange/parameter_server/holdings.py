@@ -96,20 +96,25 @@ class Holdings:
             raise InputError(f"{where} is {wanted}, and begins with {dtype_name(values.dtype)} {list(values.shape)}")
         if found.kind != "sum" and not getattr(torch, found.dtype).is_floating_point:
             raise InputError(f"{where} holds {found.dtype}, which no optimiser steps")
+        for key, state in (optimizer or {}).items():
+            if state.dim() and (state.numel() != found.count or dtype_name(state.dtype) != found.dtype):
+                wanted = f"{found.dtype} {list(found.length)}"
+                what = f"{dtype_name(state.dtype)} {list(state.shape)}"
+                raise InputError(f"{where} is {wanted}, and its optimiser's `{key}` is {what}")
         self.drop(block)
         own = None if values is None else values.detach().reshape(-1).clone()
-        state = {key: value.clone() for key, value in (optimizer or {}).items()}
+        own_state = {key: value.clone() for key, value in (optimizer or {}).items()}
         store: Store
         if found.kind == "sum":
             assert own is not None
             store = Sum(found, own)
         elif found.kind == "dense":
             assert own is not None
-            store = Dense(found, own, self._optimizer, state)
+            store = Dense(found, own, self._optimizer, own_state)
         else:
             store = Table(found, self._optimizer, own)
-            if state:
-                store.put(torch.arange(found.length[0]), store.gather(torch.arange(found.length[0])), state)
+            if own_state:
+                store.put(torch.arange(found.length[0]), store.gather(torch.arange(found.length[0])), own_state)
         self._begin(block, store, version)
 
     def put(self, image: Image) -> None:

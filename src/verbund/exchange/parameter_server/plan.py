@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verbund.checkpoint.box import Box
 from verbund.errors import InputError
 from verbund.job import Optimizer
 
 Kind = Literal["dense", "rows", "sum"]
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)

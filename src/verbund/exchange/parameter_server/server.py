@@ -22,8 +22,9 @@ from verbund.checkpoint.read import Checkpoint
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.comm.shared_memory.identity import Unavailable
 from verbund.comm.wire import Closed, Connection, Credentials, Listener, Memory, Message, Payload, Replies, Reply
-from verbund.errors import InputError, RunFailed, VerbundError
+from verbund.errors import InputError, RunFailed, VerbundError, shortened
 from verbund.exchange.parameter_server import records
+from verbund.exchange.parameter_server.asked import LIVES, whole, wholes
 from verbund.exchange.parameter_server.exposed import Exposed, Inbox
 from verbund.exchange.parameter_server.holdings import Holdings, Image
 from verbund.exchange.parameter_server.inbound import Inbound
@@ -192,6 +193,9 @@ class Server:
             return request(message)
         except Moved as moved:
             return Reply("moved", {"view": moved.view}, keep=False)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            what = f"a request `{message.kind}` is damaged: {type(error).__name__}: {shortened(str(error))}"
+            raise InputError(what, where=_sender(message.fields)) from error
 
     def _told(self, message: Message) -> Reply:
         self.see(View.of(message.fields["record"]))
@@ -359,7 +363,10 @@ class Server:
     def _record(self, message: Message) -> Reply:
         """What a primary sends."""
         fields = message.fields
-        with self._inbound.turn(fields["stream"], int(fields["sequence"])) as mine:
+        stream, view = wholes(fields, "stream"), self._view
+        if len(stream) != 3 or (view is not None and not self._may_send(stream, view)):
+            raise InputError("a record comes of no server's stream")
+        with self._inbound.turn(stream, whole(fields, "sequence", 1)) as mine:
             if not mine:
                 return Reply("taken")
             if fields["of"] == "view":
@@ -429,6 +436,11 @@ class Server:
             if begun and block not in self._holdings:
                 name = self._plan.blocks[block].name
                 raise InputError(f"block {block} (`{name}`) has not begun: it has no values that a push could change")
+
+    def _may_send(self, stream: Sequence[int], view: View) -> bool:
+        """Whether there can be such a server; it may be newer than what is known here."""
+        rank, generation, _ = stream
+        return rank < len(view.seats) and rank != self._rank and generation <= view.seats[rank].generation + LIVES
 
     def _check_sender(self, fields: dict[str, Any], blocks: Sequence[int]) -> None:
         view = self._view
