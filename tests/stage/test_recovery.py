@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +80,35 @@ def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Pat
     _check(tmp_path, command, 3)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_again_and_again(seed: int, make_job: MakeJob, tmp_path: Path) -> None:
-    choose = random.Random(seed)
+def test_again_and_again(make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(1)
+    monkeypatch.setenv("SLOW", "0.05")
     write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
     at = 5
-    for _ in range(5):
+    for _ in range(4):
         wait_for(lambda beyond=at: _step(tmp_path) > beyond, "more steps", 60)
         os.kill(choose.choice(pids(tmp_path, 3, 60)), signal.SIGKILL)
-        at = _step(tmp_path) + choose.randrange(15)
-    _check(tmp_path, command, 5)
+        at = _step(tmp_path) + choose.randrange(5)
+    monkeypatch.setenv("SLOW", "0")
+    _check(tmp_path, command, 4)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.05, 0.1])
+def test_at_the_end(after: float, make_job: MakeJob, tmp_path: Path) -> None:
+    """Killed while the others save or leave: the run ends, with all that there is."""
+    write_job(make_job, tmp_path, {**SETTINGS, "train.steps": 30, "validate.every": "end"})
+    command = start_command(tmp_path)
+    workers = pids(tmp_path, 3, 60)
+    partial = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: list(partial.glob(".step-00000030*")) or list(partial.glob("step-00000030")), "the last save", 60)
+    time.sleep(after)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(workers[1], signal.SIGKILL)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 0, errors
+    summary = Run.open(tmp_path / "run").summary
+    assert (summary["status"], summary["steps"]) == ("done", 30)
 
 
 def test_one_is_stopped(make_job: MakeJob, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
 
+MEETING = "meeting the other workers"
+"""What a worker does that has not met its peers."""
 _TICK = 0.2
 _CAUSE_SECONDS = 2.0
 """How long the first cause may take to arrive after its consequences."""
@@ -110,6 +112,8 @@ class Supervisor:
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
+        self._joint: tuple[float, dict[str, Any]] | None = None
+        """When the first said that all is done, where that holds for all, and what it comes to."""
         self._era = 0
         """How often processes have taken the places of others: whoever exchanges with them meets anew."""
         self._ending: float | None = None
@@ -166,6 +170,7 @@ class Supervisor:
                 self._stop_sent = True
                 self.tell_all("stop")
             self._start_replacements(selector)
+            self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
                 self._fail(None, Interrupted("interrupted twice: ended without a checkpoint"), secondary=False)
@@ -200,6 +205,8 @@ class Supervisor:
         elif message.kind == "done":
             watched.result = dict(message.fields["result"] or {})
             watched.over = watched.heard
+            if self._joint is None and self._replacements is not None and self._replacements.joint:
+                self._joint = (watched.heard, watched.result)
         elif message.kind == "failed":
             watched.failed = True
             watched.over = watched.heard
@@ -239,6 +246,9 @@ class Supervisor:
         """A process is lost: its unit is replaced, or the run fails."""
         if not self._matters(watched):
             self._kill(watched)
+            return
+        if self._joint is not None:
+            watched.result = self._joint[1]  # only its last words are missing
             return
         fresh = self._replacement(watched.process.spec, watched, error)
         if fresh is None:
@@ -300,6 +310,18 @@ class Supervisor:
             if self._stop_sent:
                 self._tell(watched, "stop")
         self.tell_all("regroup", **era)
+
+    def _end_latecomers(self) -> None:
+        """Ends those that were started when the others were done, and whom they wait for in vain."""
+        if self._joint is None:
+            return
+        self._starting.clear()
+        since, result = self._joint
+        for watched in self._watched.values():
+            late = time.monotonic() - since > self._limits.stop_grace
+            if watched.result is None and not watched.replaced and (late or watched.doing == MEETING):
+                watched.result = result
+                self._kill(watched)
 
     def _have_ended(self, fresh: list[ProcessSpec]) -> bool:
         """Whether all those have ended whose places these are to take."""

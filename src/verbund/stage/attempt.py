@@ -114,7 +114,7 @@ def attempt(
         journal.event("replacement", processes=names, why=why)
         progress.message(f"{why}: another process takes its place")
 
-    replacements = Replacements(units(job, specs), budget, tell)
+    replacements = Replacements(units(job, specs), budget, tell, joint=not job.strategy.exchange.served)
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
@@ -147,6 +147,7 @@ def attempt(
         if board is not None:
             board.close()
     shutil.rmtree(run.servers, ignore_errors=True)
+    commits.discard_rest()
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
     if cause is None:

@@ -94,6 +94,12 @@ class Commits:
         self._journal.event("checkpoint", step=step, seconds=round(seconds, 4), bytes=size)
         return None
 
+    def discard_rest(self) -> None:
+        """Removes what is left of saves that nobody will complete."""
+        for step in self._pending:
+            checkpoint.discard(self._run.checkpoints, step)
+        self._pending.clear()
+
     def check_saved(self, step: int) -> None:
         """Checks, when the training has ended, that what it came to was saved; earlier saves may have failed.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from verbund import task as tasks
+from verbund.cluster.supervisor import MEETING
 from verbund.cluster.worker import Worker
 from verbund.comm.collectives import Group
 from verbund.comm.peer_lost import PeerLost
@@ -115,7 +116,7 @@ class Island:
         if job.data.loaders and worker.spec.entry.startswith("verbund.stage.train"):
             loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
-        worker.doing("meeting the other workers", 0)
+        worker.doing(MEETING, 0)
         mesh = Mesh.of(job.strategy, rank)
         groups, era = _met(worker, job, mesh, place, number)
         for note in groups.notes():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verbund.cluster.worker import Worker
 from verbund.comm.peer_lost import PeerLost
@@ -162,6 +163,7 @@ class _Training:
         }
         self.step, state = bring_together(self.replica, step, known)
         self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
+        self._validated = -1  # one that some have not finished is done again by all
         if step != self.step:
             self.judge = Judge(self.job.train, state)
             if self.replica.loss_scale is not None:
@@ -412,5 +414,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+        if self._elastic:  # whoever leaves has seen that nobody needs it any more
+            self.island.groups.island.all_reduce(torch.zeros(1), "the end")
         if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
