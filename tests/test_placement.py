@@ -51,7 +51,7 @@ HOSTS = ["10.0.0.1", "10.0.0.2"]
         ({"hosts": HOSTS, "command": " "}, "is empty"),
         ({"hosts": HOSTS, "trusted_network": "10.0.0.1/24"}, "no network such as"),
         ({"hosts": [*HOSTS, "10.0.1.1"], "trusted_network": "10.0.0.0/24"}, "10.0.1.1 does not lie in"),
-        ({"hosts": HOSTS}, 'without encryption .* name it, e.g. `cluster.trusted_network =.*"diloco"` or "local_sgd"'),
+        ({"hosts": HOSTS}, 'without encryption .* name it, e.g. `cluster.trusted_network =.*"diloco"`, "local_sgd" or'),
         ({"hosts": HOSTS, "slots": [1, 2]}, "too little room for 4 workers on 2 hosts"),
     ],
 )

@@ -317,9 +317,11 @@ class Supervisor:
             return
         self._starting.clear()
         since, result = self._joint
+        passed = time.monotonic() - since
         for watched in self._watched.values():
-            late = time.monotonic() - since > self._limits.stop_grace
-            if watched.result is None and not watched.replaced and (late or watched.doing == MEETING):
+            # Of what it does now it has told since then.
+            meets = watched.doing == MEETING and passed > 2 * self._limits.heartbeat
+            if watched.result is None and not watched.replaced and (meets or passed > self._limits.stop_grace):
                 watched.result = result
                 self._kill(watched)
 

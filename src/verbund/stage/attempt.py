@@ -25,6 +25,7 @@ from verbund.run import Run
 from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
+from verbund.stage.elastic import elastic
 from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.stopping import Promises
 
@@ -114,7 +115,7 @@ def attempt(
         journal.event("replacement", processes=names, why=why)
         progress.message(f"{why}: another process takes its place")
 
-    replacements = Replacements(units(job, specs), budget, tell, joint=not job.strategy.exchange.served)
+    replacements = Replacements(units(job, specs), budget, tell, joint=elastic(job))
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
