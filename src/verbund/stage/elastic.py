@@ -12,6 +12,7 @@ def elastic(job: Job) -> bool:
     return (
         not divides
         and strategy.world > 1
+        and job.cluster.replacements > 0
         and strategy.exchange.name == "all_reduce"
         and strategy.compression.name == "none"
         and job.train.randomness == "sample"
