@@ -78,7 +78,7 @@ def test_stopped_while_a_worker_is_killed(make_job: MakeJob, tmp_path: Path) -> 
     os.kill(server, signal.SIGSTOP)
     os.kill(workers[1], signal.SIGKILL)
     _, errors = command.communicate(timeout=30)
-    assert command.returncode == 3
+    assert command.returncode == 3, errors
     assert "the warm server" in errors
     assert "worker 1" in errors
     assert gone([*workers, server], 5)

@@ -378,7 +378,7 @@ class Supervisor:
         selector.unregister(self._cluster.fileno())
         if all(w.result is not None for w in self._watched.values() if self._matters(w)):
             self.warnings.append(error.what)  # the work is done
-        elif not self._ended_by_us():
+        elif all(failure.secondary for failure in self._failures):  # else the cause is known
             self._fail(None, error, secondary=False)
         self._all_ended()
 
