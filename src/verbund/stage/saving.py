@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,10 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
-from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh.replica import Replica
 from verbund.run import Run
+from verbund.stage.background import Background
 
 KINDS = ("parameters", "buffers", "optimizer", "ema")
 _PART_BYTES = 16 << 20
@@ -39,34 +38,23 @@ class Saver:
         self._run = run
         self._replica = replica
         self._exchange = exchange
-        self._deadline = deadline
         self._snapshot = Snapshot()
-        self._writing: threading.Thread | None = None
-        self.last: int | None = None
+        self._background = Background(run.checkpoints, deadline)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
         self.wait()
         pieces = self._copied()
-        self.last = step
-        self._writing = threading.Thread(target=self._write, args=(step, pieces, state), name="checkpoint", daemon=True)
-        self._writing.start()
+        self._background.start(step, lambda: self._write(step, pieces, state))
+
+    @property
+    def last(self) -> int | None:
+        """The step of the newest save that was begun."""
+        return self._background.last
 
     def wait(self) -> None:
-        """Waits until the save under way is written.
-
-        Raises:
-            RunFailed: if that takes longer than the deadline.
-        """
-        if self._writing is not None:
-            self._writing.join(self._deadline)
-            if self._writing.is_alive():
-                raise RunFailed(
-                    f"the checkpoint of step {self.last} is not written after {self._deadline:.0f} s",
-                    where=str(self._run.checkpoints),
-                    fix="The disk is too slow or hangs; `cluster.step_deadline` is the limit",
-                )
-            self._writing = None
+        """Waits until the save under way is written; see `Background.wait`."""
+        self._background.wait()
 
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""

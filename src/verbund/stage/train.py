@@ -26,6 +26,7 @@ from verbund.run import Run
 from verbund.stage.elastic import elastic
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
@@ -48,15 +49,7 @@ def work(worker: Worker) -> dict[str, Any]:
     run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = Journal(
-        run.journal,
-        "worker",
-        island.mesh.rank,
-        worker.spec.generation,
-        limit_mb=job.observe.journal_mb,
-        address=worker.spec.address,
-        life=worker.spec.life,
-    )
+    journal = journal_of(worker, run, job)
     links = Links()
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
@@ -213,7 +206,7 @@ class _Training:
             again: what is due after the last step may not have been done by all.
         """
         train, rank = self.job.train, self.rank
-        reason = self._end_reached() or self._stopped(0.0)
+        reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -252,7 +245,8 @@ class _Training:
                     self._collective(_COMPARISON, compared, time.monotonic_ns())
                 self.journal.add("compute", step, began, time.monotonic_ns())
                 self._record(step, sums.weight, sum(self.replica.joint(sizes)))
-                reason = self._end_reached() or self._stopped(sums.flags)  # who is done anyway is not interrupted
+                # Who is done anyway is not interrupted.
+                reason = self.tickets.end_reached(self.step) or self._stopped(sums.flags)
                 if self.exchange is not None:
                     self._combine(self.exchange, sums, reason)
                 reason = self._after_step(reason)
@@ -291,14 +285,6 @@ class _Training:
             yield batch
 
     # -- the ends ------------------------------------------------------------------------------------------------
-
-    def _end_reached(self) -> str | None:
-        train = self.job.train
-        if train.steps is not None and self.step >= train.steps:
-            return "steps"
-        if train.epochs is not None and self.step >= train.epochs * self.tickets.tickets_per_epoch:
-            return "epochs"
-        return None
 
     def _flag(self) -> float:
         """This worker's reason to stop after the step, which travels with the gradients."""
@@ -350,15 +336,10 @@ class _Training:
         _count_combined(self.journal, self.replica, self.exchange)
         self.journal.flush()
 
-    def _due(self, every: int | str) -> bool:
-        if every == "epoch":
-            return self.step % self.tickets.tickets_per_epoch == 0
-        return every != "end" and self.step % int(every) == 0
-
     def _after_step(self, reason: str | None) -> str | None:
-        if self._due(self.job.validate_.every) and self.island.validation_set is not None:
+        if self.tickets.due(self.job.validate_.every, self.step) and self.island.validation_set is not None:
             reason = self._validate() or reason
-        if self._due(self.job.checkpoint.every):
+        if self.tickets.due(self.job.checkpoint.every, self.step):
             self._save()
         return reason
 

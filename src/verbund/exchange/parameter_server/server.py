@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -388,11 +388,10 @@ class Server:
                 self._counts["records"] += 1
                 number = self._number
             if self._log is not None:
-                try:
+                with ExitStack() as failed:
+                    failed.callback(self._own.memory.leave)  # somebody may still be writing what is in it
                     self._log.wait(number, self._deadline)
-                except BaseException:
-                    self._own.memory.leave()
-                    raise
+                    failed.pop_all()
         return Reply("taken")
 
     # What they are made of

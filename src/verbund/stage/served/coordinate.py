@@ -15,8 +15,8 @@ from verbund.exchange.parameter_server.leases import Leases, stops
 from verbund.exchange.parameter_server.placement import place
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.job import Job
-from verbund.observe.events import Journal
 from verbund.run import Run
+from verbund.stage.recording import journal_of
 from verbund.stage.served import live, meeting
 
 _TURN = 0.1
@@ -44,8 +44,7 @@ def work(worker: Worker) -> dict[str, Any]:
 
     run = Run.open(Path(settings["run"]))
     coordinator = Coordinator(run.servers, leases, exchange.servers, places, settings["judged"], trouble.append)
-    spec = worker.spec
-    journal = Journal(run.journal, spec.role, spec.rank, spec.generation, address=spec.address, life=spec.life)
+    journal = journal_of(worker, run, job)
     worker.at_end.insert(0, journal.close)
     finish = threading.Event()
 

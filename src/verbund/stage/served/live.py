@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from verbund.comm.wire import Closed, Connection, Credentials, Refused, Secret, dial
 from verbund.errors import InputError
@@ -43,11 +44,10 @@ def reader(run: Run, deadline: float) -> tuple[Reader, Callable[[], None]]:
         RunFailed: if no worker has built the model in time.
     """
     coordination = Coordination(lambda seconds: _connect(run, seconds), deadline)
-    try:
+    with ExitStack() as failed:
+        failed.callback(coordination.close)
         plan, _ = coordination.plan()
-    except BaseException:
-        coordination.close()
-        raise
+        failed.pop_all()
     coordination.watch()
     client = Client(plan, None, 0, coordination, _credentials(run), deadline)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.mesh.replica import Replica
 from verbund.run import Run
+from verbund.stage.background import Background
 
 _KINDS = ("parameters", "buffers")
 _AGAIN_SECONDS = 0.5
@@ -40,8 +40,7 @@ class Saver:
         self._client, self._deadline = client, deadline
         self._served = {block.name for block in plan.blocks}
         self._snapshot = Snapshot()
-        self._writing: threading.Thread | None = None
-        self._step = 0
+        self._background = Background(run.checkpoints, deadline)
         self._asked: list[Message | Exception] = []
         self._tries = 0
 
@@ -61,27 +60,11 @@ class Saver:
         copied = self._snapshot.take(own)
         if mesh.leads:
             self._ask(step)
-        self._step = step
-        self._writing = threading.Thread(
-            target=self._write, args=(step, copied, state, last), name="checkpoint", daemon=True
-        )
-        self._writing.start()
+        self._background.start(step, lambda: self._write(step, copied, state, last))
 
     def wait(self) -> None:
-        """Waits until the save under way is written.
-
-        Raises:
-            RunFailed: if that takes longer than the deadline.
-        """
-        if self._writing is not None:
-            self._writing.join(self._deadline)
-            if self._writing.is_alive():
-                raise RunFailed(
-                    f"the checkpoint of step {self._step} is not written after {self._deadline:.0f} s",
-                    where=str(self._run.checkpoints),
-                    fix="The disk is too slow or hangs; `cluster.step_deadline` is the limit",
-                )
-            self._writing = None
+        """Waits until the save under way is written; see `Background.wait`."""
+        self._background.wait()
 
     def _ask(self, step: int) -> None:
         """Has all servers copy what is theirs."""

@@ -11,10 +11,10 @@ from verbund.comm.wire import Message
 from verbund.exchange.parameter_server.server import Server
 from verbund.job import Job
 from verbund.mesh import device
-from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage.recording import journal_of
 from verbund.stage.served import meeting
 
 _TURN = 0.5
@@ -38,15 +38,7 @@ def work(worker: Worker) -> dict[str, Any]:
     worker.hears = hear
     worker.supervise()
     run = Run.open(Path(settings["run"]))
-    journal = Journal(
-        run.journal,
-        spec.role,
-        spec.rank,
-        spec.generation,
-        limit_mb=job.observe.journal_mb,
-        address=spec.address,
-        life=spec.life,
-    )
+    journal = journal_of(worker, run, job)
     links = Links()
     worker.at_end.insert(0, journal.close)
     worker.doing("waiting for the model", 0)

@@ -34,6 +34,7 @@ from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.recording import journal_of
 from verbund.stage.restore import restore
 from verbund.stage.served import meeting
 from verbund.stage.served.saving import Saver
@@ -52,15 +53,7 @@ def work(worker: Worker) -> dict[str, Any]:
     outer = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
     island = Island.join(worker)
     spec = worker.spec
-    journal = Journal(
-        run.journal,
-        spec.role,
-        spec.rank,
-        spec.generation,
-        limit_mb=outer.observe.journal_mb,
-        address=spec.address,
-        life=spec.life,
-    )
+    journal = journal_of(worker, run, outer)
     links = Links()
     worker.at_end.insert(0, journal.close)
     replica = island.replica(worker, RemoteTables.install)
@@ -160,7 +153,7 @@ class _Training:
         """Whether the model has what the servers had after this island's last push."""
         self._count = 0
         self._reported, self._reported_step = 0.0, begin
-        self._to_train: queue.Queue[Leased | Rest | End | BaseException] = queue.Queue()
+        self._to_train: queue.Queue[Leased | Rest | End | Exception] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
         self._turned = threading.Condition()
         self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
@@ -185,7 +178,7 @@ class _Training:
                 self.worker.doing("waiting for a ticket", self.step)
                 waited = time.monotonic_ns()
                 item = self._to_train.get()
-                if isinstance(item, BaseException):
+                if isinstance(item, Exception):
                     raise item
                 if isinstance(item, End):
                     break
@@ -234,7 +227,7 @@ class _Training:
                 self._to_train.put(item)
                 if isinstance(item, End):
                     return
-        except BaseException as error:
+        except Exception as error:  # raised by whoever takes it
             self._to_train.put(error)
 
     def _plan(self) -> Iterator[Item]:
@@ -359,13 +352,14 @@ class _Training:
         self.rows.begin(rest.step, rest.step if self.divided else 0)
         self._pull(rest.step if self.divided else 0, rest.step)
         judge = Judge(self.job.train, rest.judged)
-        reason = rest.reason or self._end_reached()
+        reason = rest.reason or self.tickets.end_reached(self.step)
         ends = reason is not None
-        if self.island.validation_set is not None and reason != "interrupt" and (ends or self._due("validate")):
+        due = ends or self.tickets.due(self.job.validate_.every, self.step)
+        if self.island.validation_set is not None and reason != "interrupt" and due:
             reason = self._validate(judge) or reason
             ends = ends or reason is not None
         state = self._state(judge, rest)
-        if ends or self._due("checkpoint"):
+        if ends or self.tickets.due(self.job.checkpoint.every, self.step):
             start = time.monotonic_ns()
             self.worker.doing("saving", self.step)
             self.write()
@@ -381,20 +375,6 @@ class _Training:
         with self._turned:
             self._resting = False
             self._turned.notify()
-
-    def _end_reached(self) -> str | None:
-        train = self.job.train
-        if train.steps is not None and self.step >= train.steps:
-            return "steps"
-        if train.epochs is not None and self.step >= train.epochs * self.tickets.tickets_per_epoch:
-            return "epochs"
-        return None
-
-    def _due(self, what: str) -> bool:
-        every = self.job.validate_.every if what == "validate" else self.job.checkpoint.every
-        if every == "epoch":
-            return self.step % self.tickets.tickets_per_epoch == 0
-        return every != "end" and self.step % int(every) == 0
 
     def _validate(self, judge: Judge) -> str | None:
         assert self.island.validation_set is not None
