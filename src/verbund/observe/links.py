@@ -17,16 +17,17 @@ HOW = (
 )
 NEAR_LIMIT = 0.8
 """From which share of its time on a host's link counts as what holds up a run."""
+_SENDING = ("worker", "server")
 
 
 def network(journals: Sequence[ProcessJournal], timeline: Timeline) -> dict[str, Any] | None:
     """What `summary.json` says of the network; None for a run on one host.
 
     `links` are the directed pairs of hosts: `latency` in seconds and `bandwidth` in bytes per second as measured;
-    `sent`, the bytes that workers sent over it; `rate`, those per second while its workers communicated. `hosts` have
-    what they `sent` and `received`, as `wire_sent` and `wire_received` with all headers, the measurement included;
-    `communicating`, the seconds in which a worker there had a collective under way; and `used_out` and `used_in`, the
-    share of them for which its link was full.
+    `sent`, the bytes that workers and parameter servers sent over it; `rate`, those per second while its workers
+    communicated. `hosts` have what they `sent` and `received`, as `wire_sent` and `wire_received` with all headers, the
+    measurement included; `communicating`, the seconds in which a worker there had a collective under way; and
+    `used_out` and `used_in`, the share of them for which its link was full.
     """
     events = [event for journal in journals for event in journal.events if event["name"] == "network"]
     measured = _Measured.of(events)
@@ -92,10 +93,10 @@ class _Measured:
 
 
 def _between(journals: Sequence[ProcessJournal], hosts: Sequence[str]) -> dict[tuple[str, str], int]:
-    """Bytes that workers on one host have sent to another."""
+    """Bytes that workers and parameter servers on one host have sent to another."""
     sent: dict[tuple[str, str], int] = defaultdict(int)
     for journal in journals:
-        if journal.role == "worker" and journal.address in hosts:
+        if journal.role in _SENDING and journal.address in hosts:
             for peer, (count, _) in (journal.links or {}).items():
                 if (target := _host_of(peer)) != journal.address:
                     sent[journal.address, target] += count

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 
 _TCP_INFO = 11
 _LENGTH = 208
@@ -43,14 +44,20 @@ class Links:
         # kind.
         self._tcp: dict[str, int] = {}
         self._others: set[str] = set()
+        self._lock = threading.Lock()
 
     def sample(self) -> dict[str, tuple[int, int]] | None:
         """Bytes per peer so far: "ip:port" to (sent, received). None: not measured, the kernel does not say.
 
-        Costs one readlink per open descriptor and one getsockopt per TCP connection; never raises.
+        Costs one readlink per open descriptor and one getsockopt per TCP connection; never raises. Threads may call it
+        at once.
         """
         if not sys.platform.startswith("linux"):
             return None
+        with self._lock:
+            return self._sampled()
+
+    def _sampled(self) -> dict[str, tuple[int, int]] | None:
         try:
             sockets = self._sockets()
         except OSError:
@@ -81,7 +88,8 @@ class Links:
 
     def wire(self) -> dict[str, tuple[int, int]]:
         """The same as of the last sample with the headers of all segments, also of acknowledgements: an estimate."""
-        return {peer: counts[2:] for peer, counts in self._totals().items()}
+        with self._lock:
+            return {peer: counts[2:] for peer, counts in self._totals().items()}
 
     def _totals(self) -> dict[str, _Counts]:
         totals = dict(self._closed)

@@ -61,11 +61,18 @@ class Replies:
         handle: does a request and answers it; called from the thread of each connection. An exception of it travels to
             the caller.
         keep_bytes: of arrays of answers that are kept.
+        closing: is called before a connection is closed, from its thread.
     """
 
-    def __init__(self, handle: Callable[[Message], Reply], keep_bytes: int = 1 << 28) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Message], Reply],
+        keep_bytes: int = 1 << 28,
+        closing: Callable[[], object] = lambda: None,
+    ) -> None:
         self._handle = handle
         self._keep_bytes = keep_bytes
+        self._closing = closing
         self._kept = 0
         self._lock = threading.Lock()
         self._callers: OrderedDict[str, _Caller] = OrderedDict()
@@ -84,6 +91,7 @@ class Replies:
         except WireError:
             return
         finally:
+            self._closing()
             connection.close()
 
     def answer(self, connection: Connection, message: Message) -> None:

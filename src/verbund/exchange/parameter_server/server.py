@@ -52,6 +52,7 @@ class Server:
         joined: is told, by a primary, of a server that has all blocks which it was to join.
         log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
         patience: seconds of another server's silence after which records are sent to it again.
+        closing: is called before a connection to this server is closed, from a thread of its own.
 
     Raises:
         CheckpointError: if the folder cannot be taken up.
@@ -68,6 +69,7 @@ class Server:
         joined: Joined | None = None,
         log_bytes: int = BOUND,
         patience: float = 30.0,
+        closing: Callable[[], object] = lambda: None,
     ) -> None:
         self._plan = plan
         self._model = plan.model
@@ -90,7 +92,7 @@ class Server:
         self._own = threading.local()
         self._inboxes: dict[str, Inbox] = {}
         """The memory of clients on this host."""
-        self._replies = Replies(self._handle, keep_bytes=_KEEP_BYTES)
+        self._replies = Replies(self._handle, _KEEP_BYTES, closing)
         self._inbound = Inbound(deadline)
         self._snapshot = Snapshot()
         self._saves: dict[tuple[int, str], Future[dict[str, Any]]] = {}

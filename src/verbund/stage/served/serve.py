@@ -47,7 +47,16 @@ def work(worker: Worker) -> dict[str, Any]:
     generation = spec.life + 1
     deadline = job.cluster.step_deadline
     recovered = folder is not None and bool(view.seats[spec.rank].address)
-    server = Server(plan, spec.rank, generation, folder, meeting.credentials(worker), deadline, coordination.joined)
+    server = Server(
+        plan,
+        spec.rank,
+        generation,
+        folder,
+        meeting.credentials(worker),
+        deadline,
+        coordination.joined,
+        closing=links.sample,
+    )
     listening = meeting.listener(worker)
     threading.Thread(target=server.serve, args=(listening,), name="accepting", daemon=True).start()
     coordination.watch(server.see)

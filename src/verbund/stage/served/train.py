@@ -193,6 +193,7 @@ class _Training:
         self.worker.doing("ending", self.step)
         self._reported = 0.0
         self._say(item.step)
+        self.links.sample()  # while there are connections
         self.client.close()
         self.coordination.close()
         return {
