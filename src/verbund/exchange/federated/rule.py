@@ -30,5 +30,5 @@ class Rule(ABC):
         """What must survive the server's end, by name."""
         return {}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (most rules have no state)
         """Takes up what `state` gave."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from verbund.sums import Sums
-
 
 @dataclass(frozen=True)
 class Update:
@@ -20,7 +18,7 @@ class Update:
         base_version: the number of server steps that the parameters had seen which it began from.
         local_steps: the optimiser steps that it took.
         aux: what a rule's clients send besides, by name (SCAFFOLD: differences of control variates).
-        metrics: sums over its samples.
+        metrics: by name, total and weight over its samples.
     """
 
     difference: Mapping[str, Tensor]
@@ -28,4 +26,4 @@ class Update:
     base_version: int
     local_steps: int
     aux: Mapping[str, Tensor] = field(default_factory=dict)
-    metrics: Mapping[str, Sums] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
