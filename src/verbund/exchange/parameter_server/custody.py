@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class Custody:
             self._number = self._log.recover(self.holdings)
             here = [block for block in range(len(plan.blocks)) if block in self.holdings]
             self._last = dict.fromkeys(here, self._number)
-            self._expose(here)
+            self._expose(here, self._number)
 
     @property
     def failure(self) -> VerbundError | None:
@@ -203,33 +203,33 @@ class Custody:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def apply(self, record: Record) -> list[Outcome]:
-        """Changes the blocks; `commit` must follow, both under the lock."""
+    def change(self, record: Record, versions: list[int] | None = None) -> tuple[list[Outcome], int]:
+        """Changes the blocks, and hands the record to replicas and log; under the lock.
+
+        Args:
+            record: what changes them.
+            versions: that the primary's blocks have after it.
+
+        Returns:
+            What became of a push's parts, and the record's number.
+        """
         start = time.perf_counter()
-        blocks = records.blocks_of(record)
+        blocks, number = records.blocks_of(record), self._number + 1
         try:
             with self.exposed.changing(blocks) if self.exposed is not None else nullcontext():
                 outcomes = records.apply(self.holdings, record)
-                self._expose(blocks)
-            return outcomes
+                same = [block for block, outcome in zip(blocks, outcomes, strict=False) if outcome.state != "applied"]
+                self._expose(set(blocks) - set(same), number)
         except Exception as error:
             # Half of it may have been done: this is no longer what the others have.
             self._failure = RunFailed(f"a record could not be applied: {error}", where=f"server {self.rank}")
             raise self._failure from error
         finally:
             self.applying += time.perf_counter() - start
-
-    def commit(self, record: Record, outcomes: list[Outcome]) -> int:
-        """Gives a record its number, and hands it to replicas and log."""
-        self._number += 1
-        blocks = records.blocks_of(record)
-        self._last.update(dict.fromkeys(blocks, self._number))
-        versions = {block: outcome.version for block, outcome in zip(blocks, outcomes, strict=False)}
-        self._replication.append(self._number, record, versions)
-        if self._log is not None:
-            self._log.append(self._number, record)
-        self.changed.notify_all()
-        return self._number
+        if versions is not None and [outcome.version for outcome in outcomes] != versions:
+            raise RunFailed("a replica's blocks have other versions than the primary's")
+        self._commit(record, {block: outcome.version for block, outcome in zip(blocks, outcomes, strict=False)})
+        return outcomes, number
 
     def begin(self, blocks: Sequence[int], make: Callable[[int], None], until: float) -> None:
         """Blocks get their first values, unless they have some, and these are kept.
@@ -244,8 +244,8 @@ class Custody:
             for block in blocks:
                 if block not in self.holdings:
                     make(block)
-                    self._expose([block])
-                    self.commit(self.holdings.image(block), [])
+                    self._expose([block], self._number + 1)
+                    self._commit(self.holdings.image(block), {})
             needed = self.needed(blocks)
         self.settle(needed, until)
 
@@ -263,6 +263,8 @@ class Custody:
         done = self._replication.wait(needed, until, everyone)
         if self._log is not None:
             self._log.wait(max(needed.values(), default=0), until - time.monotonic())
+        if self.exposed is not None:
+            self.exposed.settled(needed)
         return done
 
     def wait_logged(self, number: int) -> None:
@@ -270,11 +272,19 @@ class Custody:
         if self._log is not None:
             self._log.wait(number, self._deadline)
 
-    def _expose(self, blocks: Sequence[int]) -> None:
-        """Says which versions readers find."""
+    def _commit(self, record: Record, versions: dict[int, int]) -> None:
+        self._number += 1
+        self._last.update(dict.fromkeys(records.blocks_of(record), self._number))
+        self._replication.append(self._number, record, versions)
+        if self._log is not None:
+            self._log.append(self._number, record)
+        self.changed.notify_all()
+
+    def _expose(self, blocks: Iterable[int], number: int) -> None:
+        """Says which versions readers find, by the record of this number."""
         if self.exposed is not None:
             for block in blocks:
-                self.exposed.has(block, self.holdings.version(block))
+                self.exposed.has(block, self.holdings.version(block), number)
 
     def _image(self, block: int) -> tuple[int, Image] | None:
         with self.changed:

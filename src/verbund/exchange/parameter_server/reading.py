@@ -76,8 +76,6 @@ class Reading:
             self._pulls += 1
             self._bytes += sum(int(getattr(array, "nbytes", 0)) for array in arrays.values())
         custody.settle(needed, until)
-        if custody.exposed is not None:
-            custody.exposed.settled(dict(zip(blocks, versions, strict=True)))
         return arrays, {"versions": versions, "places": places}
 
     def _place(self, block: int) -> int | None:
@@ -100,7 +98,7 @@ class Reading:
             return RunFailed(f"nobody has given block {block} (`{name}`) its first values", where=where)
         version = holdings.version(block)
         what = f"block {block} (`{name}`) is at version {version}, and version {least} was waited for"
-        if plan.rule.consistency == "synchronous":
+        if plan.rule.shared:
             shares = ", ".join(map(str, holdings.missing(block)))
             what += f": of ticket {version} these shares have not come: {shares}"
         return RunFailed(what, where=where)

@@ -197,8 +197,7 @@ class Server:
         with custody.changed:
             custody.fence(push)
             custody.check_primary(blocks)
-            outcomes = custody.apply(push)
-            number = custody.commit(push, outcomes)
+            outcomes, number = custody.change(push)
             self._count(push, outcomes)
         done = False
         try:
@@ -207,8 +206,6 @@ class Server:
             if not done:
                 self._own.memory.leave()  # somebody may still be sending what is in it
         told: dict[str, Any] = {"outcomes": records.outcome_fields(outcomes)}
-        if custody.exposed is not None:
-            custody.exposed.settled({b: o.version for b, o in zip(blocks, outcomes, strict=True)})
         if not fields.get("pull"):
             return Reply("pushed", told)
         dense = [block for block in blocks if self._plan.blocks[block].kind != "rows"]
@@ -281,10 +278,8 @@ class Server:
                     absent = [part.block for part in record.parts if part.block not in custody.holdings]
                     if absent:
                         raise RunFailed(f"a push came of block {absent[0]}, which is not here")
-                outcomes = custody.apply(record)
-                if isinstance(record, Push) and [outcome.version for outcome in outcomes] != fields.get("versions"):
-                    raise RunFailed("a replica's blocks have other versions than the primary's")
-                number = custody.commit(record, outcomes)
+                versions = wholes(fields, "versions") if isinstance(record, Push) else None
+                _, number = custody.change(record, versions)
                 self._counts["records"] += 1
             with ExitStack() as failed:
                 failed.callback(self._own.memory.leave)  # somebody may still be writing what is in it
