@@ -210,7 +210,7 @@ def check_disk(place: Path, job: Job, facts: Facts) -> None:
     room = f"{_size(free)} are free"
     if sure > free:
         raise InputError(
-            f"each checkpoint takes {_size(sure)} for the tables, of which all rows have values from the start, and {room}",
+            f"each checkpoint takes {_size(sure)} for the tables, of which all rows have values at once, and {room}",
             where=str(there),
             fix="Use `verbund.Table`, smaller tables, or `--run` on a larger disk",
         )
