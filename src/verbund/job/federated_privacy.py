@@ -74,6 +74,8 @@ class Secure(Section):
     as keep the masks secure against a cheating server but for a probability of 2⁻⁴⁰."""
     colluding: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """The share of the clients that may work together with the server."""
+    minimum: Annotated[int, Field(ge=3)] = 3
+    """Clients that a round must have; each refuses a smaller one, in which it might be among strangers."""
     bits: Annotated[int, Field(ge=2, le=24)] = 16
     """Bits of each value of an update."""
     range: Annotated[float, Field(gt=0.0)] = 1.0
