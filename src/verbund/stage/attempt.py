@@ -123,7 +123,7 @@ def attempt(
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
-        if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
+        if job.cluster.spread and len(job.cluster.hosts) > 1:
             journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(specs)[0]
     except Failed as failed:
