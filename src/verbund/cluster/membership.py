@@ -78,6 +78,7 @@ class Membership:
         self._met: set[int] = set()
         self._since = time.monotonic()
         self._forced = False
+        self._dismissed: list[int] = []
 
     # -- what happens to workers -----------------------------------------------------------------------------------
 
@@ -132,12 +133,9 @@ class Membership:
             self._tell(f"worker {rank} was asked to end: another process takes its place", f"worker {rank}")
         return True
 
-    def scale(self, workers: int) -> list[int]:
-        """From now on there are to be so many workers.
-
-        Returns:
-            the ranks of those that were joining and are not needed any more.
-        """
+    def scale(self, workers: int) -> None:
+        """From now on there are to be so many workers."""
+        self._tell(f"{workers} workers are asked for", "")
         self.wanted = workers
         for rank in [rank for rank, why in self._leaving.items() if why == _SURPLUS]:
             del self._leaving[rank]
@@ -145,10 +143,15 @@ class Membership:
         dismissed = sorted(self._joining)[-surplus:] if surplus > 0 else []
         for rank in dismissed:
             del self._joining[rank]
+        self._dismissed += dismissed
         surplus = len(self._staying()) - workers
         for rank in self._staying()[::-1][: max(surplus, 0)]:
             self._leaving[rank] = _SURPLUS
-        return dismissed
+
+    def dismissed(self) -> list[int]:
+        """The ranks of those that were joining and are not needed any more, since it was asked last."""
+        ranks, self._dismissed = self._dismissed, []
+        return ranks
 
     # -- what is to be done ------------------------------------------------------------------------------------------
 
