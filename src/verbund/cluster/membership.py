@@ -59,12 +59,18 @@ class Membership:
         budget: of losses; who leaves when asked costs nothing.
         bounds: see there.
         tell: see there.
+        announce: is told of each new era.
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], budget: Budget, bounds: Bounds, tell: Tell = lambda *_: None
+        self,
+        specs: Sequence[ProcessSpec],
+        budget: Budget,
+        bounds: Bounds,
+        tell: Tell = lambda *_: None,
+        announce: Callable[[Era], None] = lambda _: None,
     ) -> None:
-        self._first, self.budget, self.bounds, self._tell = specs[0], budget, bounds, tell
+        self._first, self.budget, self.bounds, self._tell, self._announce = specs[0], budget, bounds, tell, announce
         self.era = Era(0, tuple(spec.rank for spec in specs))
         self.wanted = len(specs)
         """How many workers there are to be."""
@@ -194,6 +200,7 @@ class Membership:
         self._living, self._forced = members, False
         self._met, self._since = set(), time.monotonic()
         self.era = Era(self.era.number + 1, tuple(members))
+        self._announce(self.era)
         return self.era, gone
 
     def due(self) -> list[ProcessSpec]:

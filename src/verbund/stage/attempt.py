@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
-from verbund.cluster.membership import Membership
+from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
@@ -129,8 +129,13 @@ def attempt(
             journal.event("note", text=text)
         progress.message(text)
 
+    def tell_era(era: Era) -> None:
+        members = list(era.members)
+        journal.event("membership", generation=generation, workers=len(members), era=era.number, members=members)
+
     replacements = Replacements(units(job, specs), budget, tell)
-    membership = Membership(specs, budget, bounds(job), tell_members) if comes_and_goes else None
+    membership = Membership(specs, budget, bounds(job), tell_members, tell_era) if comes_and_goes else None
+
     requests = _requests(run) if comes_and_goes else None
     supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership, requests)
     promises = Promises(job.world, supervisor.tell_all)
