@@ -472,6 +472,9 @@ class Supervisor:
         """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
         if self._lost or not waiting:
             return
+        if self._membership is not None and not self._failures:
+            # The others wait for the news of one whose line is broken: it need not be the last.
+            waiting = [w for w in waiting if not w.connected and w.result is None and self._matters(w)] or waiting
         since = [w.over for w in waiting if w.over is not None]
         killed = all(w.killed for w in waiting)
         limit = _EXIT_SECONDS if killed else self._limits.stop_grace
