@@ -142,6 +142,8 @@ class _Training:
         self._reported_samples = self.samples
         self._validated = -1
         self._elastic = elastic(job)
+        self._done_at = self.begun
+        """When the last step was done."""
         self._new = worker.joins
         """Whether it has nothing yet of what the others have trained."""
         self._recent: deque[tuple[float, tuple[int, float, float, int, float]]] = deque()
@@ -239,12 +241,12 @@ class _Training:
                 self.replica.loss_scale.load(state["loss_scale"])
         if step is None:
             self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+        else:
+            seconds = round(time.monotonic() - self._done_at, 4)
+            self.journal.event("regrouped", era=self.island.era, step=self.step, seconds=seconds, lost=lost)
         self._new = False
-        if self.rank == 0:
-            while self._recent:
-                self.journal.step(
-                    *self._recent.popleft()[1]
-                )  # whoever journaled them may have gone before it wrote them
+        while self.rank == 0 and self._recent:  # whoever journaled them may have gone before they were written
+            self.journal.step(*self._recent.popleft()[1])
         return lost
 
     def _train(self, again: bool) -> str | None:
@@ -372,7 +374,7 @@ class _Training:
     # -- after a step --------------------------------------------------------------------------------------------
 
     def _record(self, step: int, weight: float, size: int) -> None:
-        now = time.monotonic()
+        now = self._done_at = time.monotonic()
         row = (step, self.loss, weight, size, float(self.replica.optimizer.param_groups[0]["lr"]))
         if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
             self.journal.step(*row)
