@@ -230,6 +230,16 @@ class WarmServer:
         if process.pid in self.living:
             self.kill_forked(process.pid)
 
+    def suspended(self, process: Process) -> bool:
+        """Whether a process of this machine is stopped by a signal."""
+        if self._command:
+            return False
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def kill_forked(self, pid: int) -> None:
         """Ends a process that it has forked, whether or not that has come."""
         if self._command:

@@ -41,11 +41,17 @@ class Saver:
         self._snapshot = Snapshot()
         self._background = Background(run.checkpoints, deadline)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
+    def save(self, step: int, state: dict[str, Any], era: int = 0) -> None:
+        """Copies this worker's share and writes it in the background; waits only if the former save still runs.
+
+        Args:
+            step: how many are done.
+            state: the training's own, JSON values.
+            era: of those who save.
+        """
         self.wait()
         pieces = self._copied()
-        self._background.start(step, lambda: self._write(step, pieces, state))
+        self._background.start(step, lambda: self._write(step, pieces, state, era))
 
     @property
     def last(self) -> int | None:
@@ -73,7 +79,7 @@ class Saver:
             pieces += self._exchange.state.pieces()
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
-    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
+    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], era: int) -> None:
         rank = self._replica.mesh.rank
         start = time.monotonic()
         record: dict[str, Any] = {}
@@ -87,6 +93,8 @@ class Saver:
             "saved",
             step=step,
             part=rank,
+            parts=self._replica.mesh.world,
+            era=era,
             record=record,
             state=state if rank == 0 else None,
             failure=failure,
