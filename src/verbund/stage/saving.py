@@ -36,7 +36,7 @@ class Saver:
     ) -> None:
         self._worker = worker
         self._run = run
-        self._replica = replica
+        self.replica = replica
         self._exchange = exchange
         self._snapshot = Snapshot()
         self._background = Background(run.checkpoints, deadline)
@@ -64,7 +64,7 @@ class Saver:
 
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""
-        replica, mesh = self._replica, self._replica.mesh
+        replica, mesh = self.replica, self.replica.mesh
         own = list(replica.pieces("exchange"))
         if self._exchange is None:
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
@@ -80,7 +80,7 @@ class Saver:
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
     def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], era: int) -> None:
-        rank = self._replica.mesh.rank
+        rank = self.replica.mesh.rank
         start = time.monotonic()
         record: dict[str, Any] = {}
         failure = None
@@ -93,7 +93,7 @@ class Saver:
             "saved",
             step=step,
             part=rank,
-            parts=self._replica.mesh.world,
+            parts=self.replica.mesh.world,
             era=era,
             record=record,
             state=state if rank == 0 else None,
