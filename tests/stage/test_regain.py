@@ -110,7 +110,7 @@ def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Pat
     wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
     for rank in (0, 3):
         os.kill(workers[rank], signal.SIGKILL)
-    journal = tmp_path / "run" / "journal" / "worker-0.1.1.jsonl"
+    journal = tmp_path / "run" / "journal" / "worker-0-1-1.jsonl"
     wait_for(journal.exists, "who takes its place", 60)
     os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
     assert {(each["how"], each["again"]) for each in check(tmp_path, command)} == {("peers", 0)}
@@ -132,9 +132,9 @@ def test_mirrors(strategy: str, make_job: MakeJob, tmp_path: Path, shared_cluste
     command = start(make_job, tmp_path, strategy, **{"checkpoint.mirror": 7})
     beyond = 10
     for rank in (0, 1):
-        wait_for(lambda: step_of(tmp_path) > beyond, "some steps", 60)
+        wait_for(lambda at=beyond: step_of(tmp_path) > at, "some steps", 60)
         os.kill(by_rank(tmp_path, 2)[rank], signal.SIGKILL)
-        wait_for(lambda: len(recoveries(tmp_path)) > rank, "the recovery", 60)
+        wait_for(lambda at=rank: len(recoveries(tmp_path)) > at, "the recovery", 60)
         beyond = step_of(tmp_path) + 10
     found = check(tmp_path, command)
     assert [each["how"] for each in found] == ["mirrors"] * 2
