@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from verbund.comm.wire import Connection
 from verbund.errors import ClusterLost
+from verbund.job import Job
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,17 @@ class Cluster(Protocol):
     @property
     def lost(self) -> ClusterLost | None:
         """Why no process can be started any more, if so."""
+        ...
+
+    def settled(self, job: Job) -> Job:
+        """The job with the hosts that there are; waits until there are enough of them for it.
+
+        Before each start: hosts that were lost have been replaced by others then.
+
+        Raises:
+            ClusterLost: if there are not, within `cluster.join_within`.
+            InputError: if the job cannot run on them.
+        """
         ...
 
     def placed(self, world: int) -> list[int]:

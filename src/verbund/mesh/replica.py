@@ -300,21 +300,35 @@ class Replica:
             return float(torch.nn.utils.get_total_norm(gradients))
         return norm(self.divided.trained, self.groups.replica)
 
-    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
+    def update(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        correct: Callable[[], None] | None = None,
+    ) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
 
         Where `atomic`, all workers agree in between that they have all that the update needs: if one is lost, either
         nobody has taken the step, or each that is left has, or can by `conclude`, which needs nobody else.
+
+        Args:
+            step: that the learning rate is of.
+            sizes: the samples of each island's share.
+            sums: of the step's gradients.
+            total_steps: of the training, if known.
+            correct: changes the gradients before they are used.
 
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
         length = self._length(sums)
         if self.atomic:
-            self._unconcluded = lambda: self._apply(step, sizes, sums, total_steps, length)
+            self._unconcluded = lambda: self._apply(step, sizes, sums, total_steps, length, correct)
             self.groups.agree("the agreement on a step")
             self._unconcluded = None
-        return self._apply(step, sizes, sums, total_steps, length)
+        return self._apply(step, sizes, sums, total_steps, length, correct)
 
     @property
     def ready(self) -> bool:
@@ -333,7 +347,13 @@ class Replica:
             self.buffers.undo()
 
     def _apply(
-        self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None, length: float | None
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        length: float | None,
+        correct: Callable[[], None] | None,
     ) -> bool:
         """The part of an update that needs nobody else."""
         factor = self._factor(sizes, sums, length)
@@ -342,6 +362,8 @@ class Replica:
         gradients = self._sums.gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
+        if correct is not None:
+            correct()
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
         if self.ema is not None:

@@ -111,7 +111,8 @@ def attempt(
         settings |= _of_servers(job, facts, state, start)
         specs = with_servers(cluster, job, settings, generation)
     else:
-        specs = workers(job, "verbund.stage.train:work", settings, generation)
+        entry = "verbund.stage.federated.simulate" if job.strategy.exchange.federated else "verbund.stage.train"
+        specs = workers(job, f"{entry}:work", settings, generation)
     replaced: dict[tuple[str, int], int] = {}
 
     def tell(fresh: list[ProcessSpec], why: str) -> None:
@@ -135,7 +136,7 @@ def attempt(
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
-        if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
+        if job.cluster.spread and len(job.cluster.hosts) > 1:
             journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(specs)[0]
     except Failed as failed:
