@@ -47,8 +47,8 @@ def same(one: Tensors, other: Tensors) -> bool:
 def mirrored(group: Group, tell: Any) -> list[int]:
     """Worker 1 mirrors on and on; the other looks at what is there once that has ended. Steps that were whole."""
     assert group._host is not None
-    mirrors = Mirrors(group.rank, EVERY, tell)
-    mirrors.meet(Groups.of(Mesh(group.rank, shard=2), group))
+    mirrors = Mirrors(EVERY, tell)
+    mirrors.meet(Groups.of(Mesh(group.rank, shard=2), group), group.rank)
     tell(os.getpid())
     step = 0
     while group.rank == 1:
@@ -90,8 +90,8 @@ def test_whenever_it_is_killed_one_is_whole(tmp_path: Path) -> None:
 
 
 def alone(note: Any) -> Mirrors:
-    mirrors = Mirrors(0, EVERY, note)
-    mirrors.meet(Groups.alone(torch.device("cpu")))
+    mirrors = Mirrors(EVERY, note)
+    mirrors.meet(Groups.alone(torch.device("cpu")), 0)
     return mirrors
 
 
@@ -123,7 +123,7 @@ def test_no_mirrors_are_told_and_harmless(monkeypatch: pytest.MonkeyPatch) -> No
     mirrors.take(EVERY, {}, trained(0, EVERY, 100))
     mirrors.finish()
     assert mirrors.steps() == {}
-    assert "Worker 0 has no mirrors: a processor of the kind z80" in notes[0]
+    assert "no mirrors: a processor of the kind z80" in notes[0]
 
 
 def test_no_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

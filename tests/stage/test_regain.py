@@ -82,7 +82,12 @@ def check(folder: Path, command: Any, attempts: int = 1) -> list[dict[str, Any]]
             [step, pytest.approx(value, rel=1e-5)] for step, value in undisturbed.summary["metrics"][name]["curve"]
         ]
     assert summary["samples"] == undisturbed.summary["samples"]
-    return recoveries(folder)
+    found = recoveries(folder)
+    told = summary["membership"]
+    assert told["recoveries"] == [{key: each[key] for key in ("how", "step", "again")} for each in found]
+    if attempts == 1:
+        assert told["steps_redone"] == sum(each["again"] for each in found)
+    return found
 
 
 def recoveries(folder: Path) -> list[dict[str, Any]]:
@@ -139,3 +144,12 @@ def test_mirrors(strategy: str, make_job: MakeJob, tmp_path: Path, shared_cluste
     found = check(tmp_path, command)
     assert [each["how"] for each in found] == ["mirrors"] * 2
     assert all(each["step"] % 7 == 0 and 0 <= each["again"] <= 7 for each in found)
+
+
+def test_who_is_asked_to_end_leaves_what_it_has(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+    """SIGTERM to a worker whose parts nobody else trains: they are handed over at the border of a step."""
+    command = start(make_job, tmp_path, "shard=2")
+    workers = by_rank(tmp_path, 2)
+    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
+    os.kill(workers[0], signal.SIGTERM)
+    assert [(each["how"], each["again"]) for each in check(tmp_path, command)] == [("mirrors", 0)]

@@ -61,12 +61,18 @@ class Membership:
         budget: of losses; who leaves when asked costs nothing.
         bounds: see there.
         tell: see there.
+        announce: is told of each new era.
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], budget: Budget, bounds: Bounds, tell: Tell = lambda *_: None
+        self,
+        specs: Sequence[ProcessSpec],
+        budget: Budget,
+        bounds: Bounds,
+        tell: Tell = lambda *_: None,
+        announce: Callable[[Era], None] = lambda _: None,
     ) -> None:
-        self._first, self.budget, self.bounds, self._tell = specs[0], budget, bounds, tell
+        self._first, self.budget, self.bounds, self._tell, self._announce = specs[0], budget, bounds, tell, announce
         self.era = Era(0, tuple(spec.rank for spec in specs))
         self.wanted = len(specs)
         """How many workers there are to be."""
@@ -80,6 +86,7 @@ class Membership:
         self._met: set[int] = set()
         self._since = time.monotonic()
         self._forced = False
+        self._dismissed: list[int] = []
 
     # -- what happens to workers -----------------------------------------------------------------------------------
 
@@ -134,12 +141,9 @@ class Membership:
             self._tell(f"worker {rank} was asked to end: another process takes its place", f"worker {rank}")
         return True
 
-    def scale(self, workers: int) -> list[int]:
-        """From now on there are to be so many workers.
-
-        Returns:
-            the ranks of those that were joining and are not needed any more.
-        """
+    def scale(self, workers: int) -> None:
+        """From now on there are to be so many workers."""
+        self._tell(f"{workers} workers are asked for", "")
         self.wanted = workers
         for rank in [rank for rank, why in self._leaving.items() if why == _SURPLUS]:
             del self._leaving[rank]
@@ -147,10 +151,15 @@ class Membership:
         dismissed = sorted(self._joining)[-surplus:] if surplus > 0 else []
         for rank in dismissed:
             del self._joining[rank]
+        self._dismissed += dismissed
         surplus = len(self._staying()) - workers
         for rank in self._staying()[::-1][: max(surplus, 0)]:
             self._leaving[rank] = _SURPLUS
-        return dismissed
+
+    def dismissed(self) -> list[int]:
+        """The ranks of those that were joining and are not needed any more, since it was asked last."""
+        ranks, self._dismissed = self._dismissed, []
+        return ranks
 
     # -- what is to be done ------------------------------------------------------------------------------------------
 
@@ -193,6 +202,7 @@ class Membership:
         self._living, self._forced = members, False
         self._met, self._since = set(), time.monotonic()
         self.era = Era(self.era.number + 1, tuple(members))
+        self._announce(self.era)
         return self.era, gone
 
     def _in_places(self, former: Sequence[int], new: Sequence[int]) -> list[int]:

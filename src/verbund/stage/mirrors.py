@@ -41,14 +41,13 @@ class Mirrors:
     """This worker's mirrors, and its neighbours'.
 
     Args:
-        rank: this worker's.
         every: steps between two mirrors.
         note: is told why there are none, if so.
     """
 
-    def __init__(self, rank: int, every: int, note: Callable[[str], None]) -> None:
+    def __init__(self, every: int, note: Callable[[str], None]) -> None:
         self.every = every
-        self._rank, self._note = rank, note
+        self._rank, self._note = 0, note
         self._arena: Arena | None = None
         self._host = ""
         self._memories: dict[int, list[Memory]] = {}
@@ -58,7 +57,6 @@ class Mirrors:
         self._taken = 0  # mirrors since all have met
         try:
             self._host, self._arena = identity.host(), Arena()
-            self._memories[rank] = [self._arena]
         except Unavailable as error:
             self._give_up(str(error))
 
@@ -66,11 +64,19 @@ class Mirrors:
     def of(worker: Worker, job: Job) -> Mirrors | None:
         """Those of a training, if it has any."""
         every = mirror_every(job)
-        return Mirrors(worker.spec.rank, every, lambda text: worker.send("note", text=text)) if every else None
+        return Mirrors(every, lambda text: worker.send("note", text=f"{worker.spec.name}: {text}")) if every else None
 
-    def meet(self, groups: Groups) -> None:
-        """Maps the memory of those of this host. All workers call it together, whenever they have met."""
+    def meet(self, groups: Groups, rank: int) -> None:
+        """Maps the memory of those of this host. All workers call it together, whenever they have met.
+
+        Args:
+            groups: of all.
+            rank: this worker's place among them, which it keeps.
+        """
         self.finish()
+        self._rank = rank
+        if self._arena is not None and self._arena not in (known := self._memories.setdefault(rank, [])):
+            known.append(self._arena)
         self._taken = 0
         record = self._arena.record() | {"host": self._host} if self._arena is not None else {}
         raw = np.frombuffer(json.dumps(record).encode(), np.uint8)
@@ -176,7 +182,7 @@ class Mirrors:
     def _give_up(self, why: str) -> None:
         self._arena = None
         self._memories.clear()
-        self._note(f"Worker {self._rank} has no mirrors: {why}. After a loss training goes on from a checkpoint")
+        self._note(f"no mirrors: {why}. After a loss training goes on from a checkpoint")
 
 
 def unpacked(content: Tensor) -> tuple[dict[str, Any], Tensors]:

@@ -121,7 +121,7 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
         ClusterLost: if something that is needed is in nobody's memory any more.
     """
     if mirrors is not None:
-        mirrors.meet(island.groups)
+        mirrors.meet(island.groups, island.mesh.rank)
     standing = Standing(mirrors=mirrors.steps() if mirrors is not None else None)
     if held is not None:
         held.replica.undo()

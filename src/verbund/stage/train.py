@@ -65,7 +65,7 @@ def work(worker: Worker) -> dict[str, Any]:
     else:
         replica, state = _begun(worker, island)
         if mirrors is not None:
-            mirrors.meet(island.groups)
+            mirrors.meet(island.groups, island.mesh.rank)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
@@ -161,6 +161,8 @@ class _Training:
         self._reported_samples = self.samples
         self._validated = -1
         self._goes_on = goes_on(job)
+        self._done_at = self.begun
+        """When the last step was done."""
         self._mirrors = mirrors
         self._refilled = refilled
         """Whether it has taken the place of a lost worker, with all that that had."""
@@ -247,7 +249,7 @@ class _Training:
             held = self._held(lost)
         self.island.meet_anew(self.worker)
         if held is not None:
-            self._regain(held)
+            self._regain(held, lost)
             return True
         self.replica.regroup(self.island.mesh, self.island.groups)
         self.tickets = Tickets(self.island.train_set, self.job, self.island.mesh, self.replica.division.unit)
@@ -275,7 +277,7 @@ class _Training:
             self._kept = Held(self.replica, self.step, self._known())
         return self._kept
 
-    def _regain(self, held: Held) -> None:
+    def _regain(self, held: Held, lost: bool) -> None:
         """Goes on with a replica that is filled from memory, from where all can."""
         self.replica, choice, state = regain(self.worker, self.island, self._mirrors, held)
         self.saver.replica, self._kept = self.replica, None
@@ -285,7 +287,12 @@ class _Training:
         self._validated = -1
         if self.replica.loss_scale is not None:
             self.replica.loss_scale.load(state["loss_scale"])
+        self._tell_regrouped(lost)
         self._record_again(state)
+
+    def _tell_regrouped(self, lost: bool) -> None:
+        seconds = round(time.monotonic() - self._done_at, 4)
+        self.journal.event("regrouped", era=self.island.era, step=self.step, seconds=seconds, lost=lost)
 
     def _record_again(self, state: dict[str, Any]) -> None:
         """Whoever journaled the last steps may have gone before it wrote them, or not have come so far."""
@@ -306,6 +313,8 @@ class _Training:
                 self.replica.loss_scale.load(state["loss_scale"])
         if step is None:
             self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+        else:
+            self._tell_regrouped(lost)
         self._new = False
         self._record_again(state)
         return lost
@@ -445,7 +454,7 @@ class _Training:
     # -- after a step --------------------------------------------------------------------------------------------
 
     def _record(self, step: int, weight: float, size: int) -> None:
-        now = time.monotonic()
+        now = self._done_at = time.monotonic()
         row = (step, self.loss, weight, size, float(self.replica.optimizer.param_groups[0]["lr"]))
         if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
             self.journal.step(*row)
