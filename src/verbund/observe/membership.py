@@ -50,7 +50,7 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
         for event in journal.events
         if event["name"] == "replacement"
     ]
-    recoveries = []
+    recoveries: list[dict[str, Any]] = []
     for event in (event for journal in supervisors for event in journal.events if event["name"] == "recovery"):
         how, step, again = event.get("how"), event.get("step"), event.get("again")
         if isinstance(step, int) and isinstance(again, int):
