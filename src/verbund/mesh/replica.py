@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -193,9 +194,17 @@ class Replica:
     def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
 
-    def regroup(self, groups: Groups) -> None:
-        """Exchanges with these peers from now on, of the same mesh, which does not divide the model."""
-        self.groups = groups
+    def regroup(self, mesh: Mesh, groups: Groups) -> None:
+        """Shares the samples with these peers from now on.
+
+        Args:
+            mesh: as before, one that does not divide the model.
+            groups: of it.
+        """
+        self.mesh, self.groups = mesh, groups
+        self.state = replace(self.state, mesh=mesh)
+        self.division = replace(self.division, workers=mesh.size("data", "shard"))
+        self._summing = mesh.peers("islands", "data")
         self._sums.regroup(groups.data)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
@@ -288,8 +297,22 @@ class Replica:
             return float(torch.nn.utils.get_total_norm(gradients))
         return norm(self.divided.trained, self.groups.replica)
 
-    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
+    def update(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        correct: Callable[[], None] | None = None,
+    ) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
+
+        Args:
+            step: that the learning rate is of.
+            sizes: the samples of each island's share.
+            sums: of the step's gradients.
+            total_steps: of the training, if known.
+            correct: changes the gradients before they are used.
 
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
@@ -300,6 +323,8 @@ class Replica:
         gradients = self._sums.gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
+        if correct is not None:
+            correct()
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
         if self.ema is not None:
