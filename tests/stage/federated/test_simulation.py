@@ -132,6 +132,13 @@ def test_the_journal_tells_of_every_round(run_job: RunJob) -> None:
         assert max(event["weights"]) == 20.0  # of about 25 samples
         assert 0 < event["agreement"] <= 1
         assert 0 < event["norm"]["mean"] <= event["norm"]["max"]
+    told = run.summary["rounds"]
+    assert told["count"] == len(told["table"]) == 5
+    assert told["bytes"] == {"down": 5 * 3 * 4 * count, "up": 5 * 3 * 4 * count}
+    taken = [client for event in rounds for client in event["cohort"]]
+    assert told["participation"]["per_client"] == {str(c): taken.count(c) for c in sorted(set(taken))}
+    assert sum(times * clients for times, clients in told["participation"]["histogram"]) == 15
+    assert "5 rounds, 3 clients in the last one" in (run.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
