@@ -12,7 +12,7 @@ TABLE_ROWS = 500
 _LISTED = 1000
 HOW = {
     "bytes": "of all clients, were they elsewhere: what each would receive and send of tensors",
-    "agreement": "the mean cosine between a client's difference and the mean of all, weighted by the differences' norms",
+    "agreement": "the mean cosine of a client's difference with the mean of all, weighted by the differences' norms",
 }
 
 
