@@ -45,9 +45,10 @@ class Exchange(Section):
     """parameter_server: processes that hold the parameters, each a part of them."""
     consistency: Literal["bulk_synchronous", "bounded_staleness", "asynchronous"] = "bulk_synchronous"
     """parameter_server: `bulk_synchronous`: the islands share every global batch, and its step is taken when all have
-    pushed: the result is that of one process. `bounded_staleness`: so too, but an island may be up to `staleness` steps
-    ahead of what it has pulled. `asynchronous`: each island computes whole global batches, and what it pushes is a
-    step at once: nobody waits for anybody."""
+    pushed: the result is that of one process. `bounded_staleness`: they share it too, but each share is a step at once,
+    by its part of the learning rate, and an island waits only for those that are more than `staleness` global batches
+    behind. `asynchronous`: each island computes whole global batches, and what it pushes is a step at once: nobody
+    waits for anybody."""
     staleness: Positive | None = None
     """parameter_server, bounded_staleness: the bound; default 3."""
     backup: Annotated[int, Field(ge=0)] = 0

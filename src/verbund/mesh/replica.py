@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -193,9 +194,17 @@ class Replica:
     def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
 
-    def regroup(self, groups: Groups) -> None:
-        """Exchanges with these peers from now on, of the same mesh, which does not divide the model."""
-        self.groups = groups
+    def regroup(self, mesh: Mesh, groups: Groups) -> None:
+        """Shares the samples with these peers from now on.
+
+        Args:
+            mesh: as before, one that does not divide the model.
+            groups: of it.
+        """
+        self.mesh, self.groups = mesh, groups
+        self.state = replace(self.state, mesh=mesh)
+        self.division = replace(self.division, workers=mesh.size("data", "shard"))
+        self._summing = mesh.peers("islands", "data")
         self._sums.regroup(groups.data)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
