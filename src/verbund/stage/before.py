@@ -93,6 +93,8 @@ def _heavy(job: Job) -> tuple[str, ...]:
     heavy = ["torch._dynamo"] if job.train.compile else []
     if {"tensor", "pipeline"} & set(job.strategy.axes):
         heavy.append("verbund.stage.preload_divided")
+    if job.strategy.exchange.federated:
+        heavy.append("torch.fx.experimental.symbolic_shapes")  # vmap imports it when it is first called
     if task.needs_transformers(job):
         heavy.append("transformers.modeling_utils")
     return tuple(heavy)
