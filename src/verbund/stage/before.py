@@ -93,6 +93,8 @@ def _heavy(job: Job) -> tuple[str, ...]:
     heavy = ["torch._dynamo"] if job.train.compile else []
     if {"tensor", "pipeline"} & set(job.strategy.axes):
         heavy.append("verbund.stage.preload_divided")
+    if job.strategy.exchange.federated:
+        heavy.append("torch.fx.experimental.symbolic_shapes")  # vmap imports it when it is first called
     if task.needs_transformers(job):
         heavy.append("transformers.modeling_utils")
     return tuple(heavy)
@@ -110,6 +112,24 @@ def refuse_existing(directory: Path | str | None) -> None:
                 "exists already",
                 where=str(path),
                 fix="Choose another directory, or `verbund resume` this one",
+            )
+
+
+def refuse_unsimulated(job: Job) -> None:
+    """Refuses what a simulation of a federation does not do.
+
+    Raises:
+        InputError: naming it.
+    """
+    exchange = job.strategy.exchange
+    if not exchange.federated:
+        return
+    for key, there in (("secure", exchange.secure is not None), ("privacy", exchange.privacy.kind != "none")):
+        if there:
+            raise InputError(
+                "a simulation has all clients in one place, and hides nothing from anybody",
+                where=f"strategy.exchange.{key}",
+                fix=f"Leave `{key}` out here; it is for a server and clients of their own",
             )
 
 
