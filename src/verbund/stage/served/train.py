@@ -276,7 +276,8 @@ class _Training:
                 where="train",
                 fix="Lower `train.optimizer.lr`, or add a warm-up",
             )
-        factor = self.replica.settle(sizes, sums)
+        self.rows.add_up()
+        factor = self.replica.settle(sizes, sums, self.rows.square)
         self._push(leased, sums.weight, factor)
         self._done(ticket, start)
         self._record(leased, sums.weight, sum(sizes))
