@@ -125,6 +125,7 @@ class ExternalCluster(SpreadCluster):
         deadline, told = time.monotonic() + limit, False
         former = next((server.lost for server in self._servers if server.lost is not None), None)
         while True:
+            self._check()
             self._hear()
             members = self._members()
             if members and all(member.ready for member in members):
@@ -143,6 +144,9 @@ class ExternalCluster(SpreadCluster):
         for number, member in enumerate(members):
             member.number = number
         self._welcome()
+
+    def _check(self) -> None:
+        """Raises ClusterLost if nobody will come any more."""
 
     def _members(self) -> list[JoinedServer]:
         """The machines that take part, in the order of their ranks, else as they came; none if there are too few."""
@@ -238,8 +242,10 @@ class ExternalCluster(SpreadCluster):
             what = f"{former.what}; nobody has taken its place: {what}"
         if self._turned_away:
             what += f"; turned away: {self._turned_away[-1]}"
-        fix = f"Run `verbund join {self.joins_at} --secret-file FILE` on more machines or with more `--slots`"
-        return ClusterLost(what, where="cluster", fix=f"{fix}, or raise `cluster.join_within`")
+        return ClusterLost(what, where="cluster", fix=f"{self._advice()}, or raise `cluster.join_within`")
+
+    def _advice(self) -> str:
+        return f"Run `verbund join {self.joins_at} --secret-file FILE` on more machines or with more `--slots`"
 
 
 def _order(one: JoinedServer) -> tuple[bool, int, int]:

@@ -49,6 +49,9 @@ class Cluster(Section):
     """Kinds `external` and `ray`: seconds that the command waits until there are as many slots as the job needs."""
     address: Annotated[str | None, Field(examples=["auto", "10.0.0.1:6379"])] = None
     """Kind `ray`: of the Ray cluster, or `auto`; default: one on this machine, for the run alone."""
+    resources: dict[str, Annotated[float, Field(ge=0)]] = {"CPU": 1.0}
+    """Kind `ray`: what each worker asks Ray for, e.g. `{ CPU = 1, GPU = 1 }`. The workers of an island, or the share of
+    one of `nodes`, get theirs on one node."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""
