@@ -1,4 +1,4 @@
-"""The verbs `launch …`: what a scheduler needs to start a job over its machines."""
+"""The verbs of machines that others start: `launch …`, what a scheduler needs for it, and `join`, what each does."""
 
 from __future__ import annotations
 
@@ -132,3 +132,59 @@ def _written(text: str, what: str, out: Path | None, then: str) -> Answer:
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(out)) from None
     return Answer({"status": "done", what: str(out)}, [f"{out}: `{then} {out}` starts it"])
+
+
+JOINS = (
+    "Examples: `verbund join 10.0.0.1:29170 --secret-file secret --slots 4` · `srun verbund join --slots 8` · "
+    "`torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint 10.0.0.1:29400 -m verbund join 10.0.0.1:29170`"
+)
+
+
+def join(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="Where the command listens, or the path of the file that tells it (`cluster.join_file`); default: "
+            "`VERBUND_JOIN`, `MASTER_ADDR` or `SLURM_LAUNCH_NODE_IPADDR`.",
+        ),
+    ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file", metavar="FILE", help="The secret that the command has; default: `VERBUND_SECRET_FILE`."
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            "--slots",
+            metavar="N",
+            parser=whole_number,
+            help="Workers that this machine takes; default: as many as torchrun, srun or mpirun start here, else 1.",
+        ),
+    ] = None,
+    own: Annotated[
+        str | None,
+        typer.Option("--address", metavar="IP", help="Of this machine, for the others; default: towards the command."),
+    ] = None,
+    within: Annotated[
+        float, typer.Option("--within", metavar="SECONDS", help="How long to wait for the command and its run.")
+    ] = 600.0,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace",
+            metavar="SECONDS",
+            help="How long the first SIGTERM or Ctrl-C does not end it while the run needs this machine.",
+        ),
+    ] = 0.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Take part in a run whose cluster is `external`, with this machine, until the run is over."""
+    from verbund.stage.joining import join as take_part
+
+    done = take_part(address, secret_file, slots, own=own, within=within, grace=grace, quiet=quiet)
+    return Answer({"status": "done", "joined": done.joined, "slots": done.slots}, [done.text])

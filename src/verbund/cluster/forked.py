@@ -122,6 +122,9 @@ class ForkedCluster:
     def kill(self, process: Process) -> None:
         self._servers[process.host].kill(process)
 
+    def suspended(self, process: Process) -> bool:
+        return self._servers[process.host].suspended(process)
+
     def abandon(self, processes: list[Process]) -> ClusterLost:
         """Gives up the wait for exits that warm servers do not report, and ends those; their children end with them."""
         errors = []

@@ -152,6 +152,10 @@ class Cluster(Protocol):
         """Ends a process that did not end by itself."""
         ...
 
+    def suspended(self, process: Process) -> bool:
+        """Whether a process is known to be stopped by a signal; one of another machine never is."""
+        ...
+
     def abandon(self, processes: list[Process]) -> ClusterLost:
         """Gives up the wait for these processes' exits, ends all that is left, and says who is missing."""
         ...

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
@@ -162,6 +163,16 @@ class WarmServer:
         """Ends a process that did not end by itself."""
         if process.pid in self.living:
             self.kill_forked(process.pid)
+
+    def suspended(self, process: Process) -> bool:
+        """Whether a process of this machine is stopped by a signal."""
+        if self.remote:
+            return False
+        try:
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def kill_forked(self, pid: int) -> None:
         """Ends a process that it has forked, whether or not that has come."""

@@ -64,11 +64,17 @@ class Cluster(Section):
     orphan_grace: Annotated[float, Field(gt=0)] = 30.0
     """Seconds after the loss of the supervisor within which all workers have ended."""
     replacements: Annotated[int, Field(ge=0)] = 10
-    """Losses of processes that a training survives within `replacement_window`; one more ends the run. With a
-    parameter server the lost ones are replaced while the others go on; else all begin again from the newest
-    checkpoint."""
+    """Losses of processes that a training survives within `replacement_window`; one more ends the run, unless
+    `min_workers` says otherwise. Where each worker has the whole model, and with parameter servers, the lost ones are
+    replaced while the others go on; where the mesh divides it, the others wait for them, and what they held comes from
+    memory (`checkpoint.mirror`); else all begin again from the newest checkpoint."""
     replacement_window: Annotated[float, Field(gt=0)] = 600.0
     """Seconds; see `replacements`."""
+    min_workers: Positive | None = None
+    """Where each worker has the whole model: with fewer the others wait for those that are to come, and with as many
+    they go on where no more losses are replaced. Default: one goes on as long as others are to come."""
+    max_workers: Positive | None = None
+    """The most workers that `verbund scale` takes. Default: those that the strategy names."""
     stop_grace: Annotated[float, Field(gt=0)] = 10.0
     """Seconds a process gets to end when asked, before it is killed."""
 
