@@ -106,6 +106,26 @@ class ExternalCluster(SpreadCluster):
         changes = {"cluster.hosts": [host.name for host in hosts if host], "cluster.slots": slots}
         return Job.build(job.resolved(), changes, source="job.toml", folder=Path(job.folder))
 
+    def replaced(self, host: int) -> bool:
+        lost = self._servers[host]
+        if lost.lost is None:
+            return True  # it has been replaced before
+        needed = self._job.cluster.slots
+        slots = needed[host] if isinstance(needed, list) else 1
+        for one in sorted(self._joined.values(), key=_order):
+            if one not in self._servers and one.ready and one.offer and one.offer.slots >= slots:
+                try:
+                    self._welcome([one])
+                except VerbundError as error:
+                    self._turned_away.append(str(error))
+                    one.lost = one.lost or ClusterLost(str(error))
+                    self._forget(one)
+                    continue
+                one.number, self._servers[host] = host, one
+                lost.leave()
+                return True
+        return False
+
     def exits(self) -> Iterator[Exit]:
         self._hear()
         yield from super().exits()
@@ -211,7 +231,7 @@ class ExternalCluster(SpreadCluster):
                 except OSError:
                     continue  # it is closed, which has done it
         if one not in self._servers:
-            one.leave()
+            one.leave()  # else what it had is still to be told
 
     def _poll(self, connection: Connection, one: JoinedServer) -> None:
         self._polled[connection.fileno()] = one
