@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from verbund.job.federated_privacy import privacy_problems
 from verbund.job.section import Names, Positive, Section
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ NEEDS_SGD = ("scaffold", "fednova")
 SEES_EACH = (*ROBUST, "fedbuff")
 """Rules that look at single updates, or at when each began: sums, which is all that secure aggregation shows, are not
 enough."""
+AVERAGED = ("fedavg", "fedavgm", *ADAPTIVE, "fedprox", "ditto", "fedbn", "fedper", "fedrep")
+"""Rules that need nothing of the updates but the mean of their differences."""
+NOISY_SUMS = (*SEES_EACH, "scaffold", "fednova")
+"""Rules whose updates have more than a difference, or are not added up: noise on a sum of clipped differences does not
+make them private."""
 UNIFORM = ("scaffold", *ROBUST)
 """Rules under which every client of the cohort counts the same."""
 
@@ -163,8 +169,23 @@ class Partition(Section):
 
 
 def exchange_problems(exchange: Exchange) -> list[str]:
-    """What in the exchange `federated` does not go together."""
-    problems, rule = [], exchange.rule
+    """What in the exchange `federated` does not go together; this table, `job_problems` and `privacy_problems` alone
+    say what excludes what."""
+    rule, privacy = exchange.rule, exchange.privacy
+    problems = [*privacy_problems(privacy, exchange.secure), *_protection_problems(exchange)]
+    if exchange.secure is not None and rule.name in SEES_EACH:
+        problems.append(f"the rule `{rule.name}` looks at single updates, which `secure` hides: leave one of them out")
+    if exchange.secure is not None and rule.refuse_beyond is not None:
+        problems.append("`rule.refuse_beyond` compares single updates, which `secure` hides: leave one of them out")
+    if exchange.secure is not None and rule.max_weight is not None:
+        problems.append(
+            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
+        )
+    if privacy.kind in ("central", "distributed") and (rule.name in NOISY_SUMS or rule.weights == "samples"):
+        why = "`weights` by samples" if rule.weights == "samples" else f"the rule `{rule.name}`"
+        problems.append(f"{why} and the privacy `{privacy.kind}` do not go together: its noise is for plain sums")
+    if privacy.kind in ("central", "distributed") and rule.clip_norm is not None:
+        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     if exchange.local_epochs is not None and exchange.local_steps is not None:
         problems.append("give `local_epochs` or `local_steps`, not both")
     if exchange.clients is not None and exchange.cohort_size(exchange.clients) > exchange.clients:
@@ -173,6 +194,29 @@ def exchange_problems(exchange: Exchange) -> list[str]:
         problems.append(lack)
     if rule.buffer is not None and exchange.clients and rule.buffer > exchange.cohort_size(exchange.clients):
         problems.append(f"`rule.buffer` of {rule.buffer} updates is more than the clients that train at a time")
+    return problems
+
+
+def _protection_problems(exchange: Exchange) -> list[str]:
+    """What sums of protected differences cannot be used for."""
+    rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
+    if privacy.kind == "none" and secure is None:
+        return []
+    problems = []
+    what = "secure aggregation" if secure is not None else f"the privacy `{privacy.kind}`"
+    if privacy.kind == "examples":
+        problems.append(
+            "the privacy `examples` is not available in jobs; a client of your own can call "
+            "verbund.exchange.federated.privacy.ExamplePrivacy"
+        )
+    if rule.name not in AVERAGED:
+        problems.append(f"{what} protects means of differences; `{rule.name}` needs more. Use {', '.join(AVERAGED)}")
+    if privacy.kind == "local" and rule.weights == "samples":
+        problems.append("under differential privacy all clients count the same: leave `rule.weights` out")
+    if privacy.kind == "none" and secure is not None and secure.max_weight == 1 and rule.weights == "samples":
+        problems.append(
+            "with `secure.max_weight` of 1 all clients count the same: raise it to the most samples that one may count"
+        )
     return problems
 
 
@@ -190,7 +234,7 @@ def too_few(rule: Rule, updates: int) -> str | None:
 
 
 def job_problems(exchange: Exchange, train: Train, mesh: dict[str, int], islands: int) -> list[str]:
-    """What in a job does not go with the exchange `federated`; this table and no other says what excludes what.
+    """What in a job does not go with the exchange `federated`.
 
     Args:
         exchange: the exchange.

@@ -1,7 +1,7 @@
 """What becomes of a round's contributions where there is privacy or secure aggregation, whoever plays the round.
 
-A simulation adds up the same integers modulo the same power of two as the protocol, without masks, which cancel out: its
-numbers are those of the protocol bit for bit. Its noise is a function of the job's seed.
+A simulation adds up the same integers modulo the same power of two as the protocol, without masks, which cancel out:
+its numbers are those of the protocol bit for bit. Its noise is a function of the job's seed.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Protection:
         self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]], clients: int, seed: int | None
     ) -> None:
         self.privacy, self.secure = exchange.privacy, exchange.secure
+        self._by_samples = exchange.rule.by_samples and exchange.privacy.kind == "none"
         self._seed, self._cohort = seed, exchange.cohort_size(clients)
         self.rate = self._cohort / clients if self.privacy.sampling == "poisson" else None
         """The probability with which each client joins a round, under Poisson sampling."""
@@ -66,6 +67,11 @@ class Protection:
     def needed(self) -> bool:
         """Whether there is any."""
         return self.secure is not None or self.privacy.kind != "none"
+
+    def weight(self, weight: float) -> int:
+        """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
+        assert self.secure is not None
+        return min(max(round(weight), 1), self.secure.max_weight) if self._by_samples else 1
 
     def affords(self, cohort: Sequence[int]) -> bool:
         """Whether a round of these clients stays within the budget."""
@@ -99,16 +105,19 @@ class Protection:
             "times": {str(client): times for client, times in self._times.items()},
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave.
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up what `state` gave; None: there was no protection.
 
         Raises:
             InputError: if it is of another kind of privacy, so that what was spent cannot be counted on.
         """
-        if state["kind"] != self.privacy.kind:
+        before = state["kind"] if state is not None else "none"
+        if state is None or before != self.privacy.kind:
+            if self.privacy.kind == "none":
+                return
             raise InputError(
-                f"the run had the privacy `{state['kind']}` and now has `{self.privacy.kind}`: what it has spent would not "
-                "be told",
+                f"the run had the privacy `{before}` and now has `{self.privacy.kind}`: what it has spent would "
+                "not be told",
                 where="strategy.exchange.privacy.kind",
                 fix="Leave it as it was, or begin anew",
             )
@@ -181,7 +190,7 @@ class ProtectedSums:
             self._unclipped += inside
         self._present += 1
         if self._round is None:
-            self._plain.add(contribution, 1.0 if protection.central is not None else weight)
+            self._plain.add(contribution, 1.0)  # under privacy all count the same
             return
         counted = protection.weight(weight)
         vector = protection.layout.join(contribution)
