@@ -22,14 +22,8 @@ PERSONAL = ("ditto", "fedbn", "fedper", "fedrep")
 NEEDS_PLAIN_SGD = ("scaffold",)
 """Rules whose clients must take steps of plain SGD: they reckon back from the parameters to the gradients."""
 NEEDS_SGD = ("scaffold", "fednova")
-SEES_EACH = (*ROBUST, "fedbuff")
-"""Rules that look at single updates, or at when each began: sums, which is all that secure aggregation shows, are not
-enough."""
 AVERAGED = ("fedavg", "fedavgm", *ADAPTIVE, "fedprox", "ditto", "fedbn", "fedper", "fedrep")
 """Rules that need nothing of the updates but the mean of their differences."""
-NOISY_SUMS = (*SEES_EACH, "scaffold", "fednova")
-"""Rules whose updates have more than a difference, or are not added up: noise on a sum of clipped differences does not
-make them private."""
 UNIFORM = ("scaffold", *ROBUST)
 """Rules under which every client of the cohort counts the same."""
 
@@ -169,23 +163,9 @@ class Partition(Section):
 
 
 def exchange_problems(exchange: Exchange) -> list[str]:
-    """What in the exchange `federated` does not go together; this table, `job_problems` and `privacy_problems` alone
-    say what excludes what."""
-    rule, privacy = exchange.rule, exchange.privacy
-    problems = [*privacy_problems(privacy, exchange.secure), *_protection_problems(exchange)]
-    if exchange.secure is not None and rule.name in SEES_EACH:
-        problems.append(f"the rule `{rule.name}` looks at single updates, which `secure` hides: leave one of them out")
-    if exchange.secure is not None and rule.refuse_beyond is not None:
-        problems.append("`rule.refuse_beyond` compares single updates, which `secure` hides: leave one of them out")
-    if exchange.secure is not None and rule.max_weight is not None:
-        problems.append(
-            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
-        )
-    if privacy.kind in ("central", "distributed") and (rule.name in NOISY_SUMS or rule.weights == "samples"):
-        why = "`weights` by samples" if rule.weights == "samples" else f"the rule `{rule.name}`"
-        problems.append(f"{why} and the privacy `{privacy.kind}` do not go together: its noise is for plain sums")
-    if privacy.kind in ("central", "distributed") and rule.clip_norm is not None:
-        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
+    """What in the exchange `federated` does not go together; this, `job_problems` and `privacy_problems` alone say what
+    excludes what."""
+    problems, rule = _protection_problems(exchange), exchange.rule
     if exchange.local_epochs is not None and exchange.local_steps is not None:
         problems.append("give `local_epochs` or `local_steps`, not both")
     if exchange.clients is not None and exchange.cohort_size(exchange.clients) > exchange.clients:
@@ -198,25 +178,29 @@ def exchange_problems(exchange: Exchange) -> list[str]:
 
 
 def _protection_problems(exchange: Exchange) -> list[str]:
-    """What sums of protected differences cannot be used for."""
+    """What the server cannot do that has protected sums of differences alone."""
     rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
     if privacy.kind == "none" and secure is None:
         return []
-    problems = []
-    what = "secure aggregation" if secure is not None else f"the privacy `{privacy.kind}`"
-    if privacy.kind == "examples":
-        problems.append(
-            "the privacy `examples` is not available in jobs; a client of your own can call "
-            "verbund.exchange.federated.privacy.ExamplePrivacy"
-        )
+    problems = privacy_problems(privacy, secure)
+    what = "`secure`" if privacy.kind == "none" else f"the privacy `{privacy.kind}`"
     if rule.name not in AVERAGED:
         problems.append(f"{what} protects means of differences; `{rule.name}` needs more. Use {', '.join(AVERAGED)}")
-    if privacy.kind == "local" and rule.weights == "samples":
-        problems.append("under differential privacy all clients count the same: leave `rule.weights` out")
-    if privacy.kind == "none" and secure is not None and secure.max_weight == 1 and rule.weights == "samples":
+    if rule.refuse_beyond is not None:
+        problems.append(f"`rule.refuse_beyond` compares single updates, which {what} hides: leave one of them out")
+    if secure is not None and rule.max_weight is not None:
         problems.append(
-            "with `secure.max_weight` of 1 all clients count the same: raise it to the most samples that one may count"
+            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
         )
+    if privacy.kind != "none" and rule.by_samples:
+        problems.append(f"under {what} all clients count the same: set `rule.weights` to `uniform`")
+    elif secure is not None and rule.by_samples and secure.max_weight == 1:
+        problems.append(
+            "with `secure.max_weight` of 1 all clients count the same: set `rule.weights` to `uniform`, or raise it to "
+            "the most samples that a client counts"
+        )
+    if privacy.kind != "none" and rule.clip_norm is not None:
+        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     return problems
 
 

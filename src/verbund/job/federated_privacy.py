@@ -99,6 +99,11 @@ class Secure(Section):
 def privacy_problems(privacy: Privacy, secure: Secure | None) -> list[str]:
     """What does not go together."""
     problems = []
+    if privacy.kind == "examples":
+        problems.append(
+            "the privacy `examples` is not available in jobs; a client of your own can call "
+            "verbund.exchange.federated.privacy.ExamplePrivacy"
+        )
     if privacy.kind == "distributed" and secure is None:
         problems.append("the privacy `distributed` needs secure aggregation: add `secure = {}`")
     if privacy.kind == "local" and secure is not None:

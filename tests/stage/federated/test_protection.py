@@ -20,27 +20,27 @@ from verbund.run import Run
 from verbund.stage import launch
 
 RunJob = Callable[..., Run]
+UNIFORM = {"name": "fedavg", "weights": "uniform"}
 
 
 def settings(**exchange: Any) -> dict[str, Any]:
     return {
-        "strategy.exchange": {"name": "federated", "clients": 8, "local_steps": 2, **exchange},
+        "strategy.exchange": {"name": "federated", "clients": 8, "local_steps": 2, "rule": UNIFORM, **exchange},
         "train.optimizer": {"name": "sgd", "lr": 0.2},
         "train.global_batch": 10,
     }
 
 
 def test_secure_aggregation_changes_nothing_but_the_last_bits(run_job: RunJob) -> None:
-    uniform = {"name": "fedavg", "weights": "uniform"}
-    plain = run_job(changes=settings(rule=uniform))
-    secure = run_job(changes=settings(rule=uniform, secure={"bits": 24}))
+    plain = run_job(changes=settings())
+    secure = run_job(changes=settings(secure={"bits": 24}))
     close(plain, secure, 1e-6)
-    two = run_job(changes={**settings(rule=uniform, secure={"bits": 24}), "strategy.mesh": {"data": 2}})
+    two = run_job(changes={**settings(secure={"bits": 24}), "strategy.mesh": {"data": 2}})
     close(secure, two, 1e-6)
 
 
 def test_weights_are_capped_whole_numbers(run_job: RunJob) -> None:
-    how = {"partition": {"name": "power", "alpha": 1.0}}
+    how = {"rule": "fedavg", "partition": {"name": "power", "alpha": 1.0}}
     plain = run_job(changes=settings(**how))
     secure = run_job(changes=settings(**how, secure={"bits": 24, "max_weight": 1000}))
     close(plain, secure, 1e-6)
@@ -117,19 +117,18 @@ def test_another_privacy_does_not_go_on_from_what_was_spent(run_job: RunJob) -> 
 
 
 @pytest.mark.parametrize(
-    ("exchange", "message"),
+    ("exchange", "said"),
     [
         ({"rule": "scaffold", "secure": {}}, "`scaffold` needs more"),
-        ({"rule": "median", "secure": {}}, "median"),
         ({"privacy": "distributed"}, "needs secure aggregation"),
         ({"privacy": "examples"}, "not available in jobs"),
-        ({"rule": {"name": "fedavg", "weights": "samples"}, "privacy": "local"}, "all clients count the same"),
-        ({"rule": {"name": "fedavg", "weights": "samples"}, "secure": {}}, "raise it to the most samples"),
-        ({"rule": {"name": "fedavg", "refuse_beyond": 3.0}, "secure": {}}, "refuse_beyond"),
+        ({"rule": "fedavg", "privacy": "local"}, "all clients count the same"),
+        ({"rule": "fedavg", "secure": {}}, "or raise it to the most samples"),
+        ({"rule": {**UNIFORM, "clip_norm": 3.0}, "privacy": "central"}, "give `privacy.clip`"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    exchange: dict[str, Any], message: str, make_job: Callable[..., Any]
+    exchange: dict[str, Any], said: str, make_job: Callable[..., Any]
 ) -> None:
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(JobError, match=said):
         make_job(changes=settings(**exchange))

@@ -172,6 +172,13 @@ def test_what_cannot_be_is_told_before_anything_starts(changes: dict[str, Any], 
         ({"strategy.exchange.local_steps": 2, "strategy.exchange.local_epochs": 2}, "not both"),
         ({"strategy.exchange.rule": {"name": "fedavg", "buffer": 3}}, "`buffer` is for fedbuff"),
         ({"strategy.exchange.every": 3}, "not `federated`"),
+        ({"strategy.exchange.rule": "median", "strategy.exchange.secure": {}}, "protects means of differences"),
+        ({"strategy.exchange.rule": "fedbuff", "strategy.exchange.secure": {}}, "protects means of differences"),
+        ({"strategy.exchange.rule": {"refuse_beyond": 3.0}, "strategy.exchange.secure": {}}, "which `secure` hides"),
+        ({"strategy.exchange.rule": "krum", "strategy.exchange.privacy": "central"}, "protects means of differences"),
+        ({"strategy.exchange.privacy": "central"}, "all clients count the same"),
+        ({"strategy.exchange.privacy": "distributed"}, "needs secure aggregation"),
+        ({"strategy.exchange.secure": {"threshold": 0.3}}, "greater than 0.5"),
     ],
 )
 def test_what_excludes_what(changes: dict[str, Any], said: str, make_job: Callable[..., Any]) -> None:
