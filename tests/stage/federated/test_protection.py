@@ -101,6 +101,9 @@ def test_the_budget_ends_a_run(run_job: RunJob) -> None:
     assert run.summary["steps"] == 3
     assert run.summary["status"] == "done"
     assert run.summary["ended_by"] == "budget"
+    (outlook,) = (note for note in run.summary["notes"] if "is enough for 3 of 5 rounds" in note)
+    enough = float(outlook.partition("noise` of about ")[2].split()[0])
+    assert enough == pytest.approx(2.0 * (5 / 3) ** 0.5, rel=0.1)
     assert run.summary["privacy"]["epsilon"] <= budget
 
 
@@ -121,6 +124,7 @@ def test_another_privacy_does_not_go_on_from_what_was_spent(run_job: RunJob) -> 
     [
         ({"rule": "scaffold", "secure": {}}, "`scaffold` needs more"),
         ({"privacy": "distributed"}, "needs secure aggregation"),
+        ({"privacy": {"kind": "central", "sampling": "poisson"}, "secure": {}}, "would tell who came"),
         ({"privacy": "examples"}, "not available in jobs"),
         ({"rule": "fedavg", "privacy": "local"}, "all clients count the same"),
         ({"rule": "fedavg", "secure": {}}, "or raise it to the most samples"),

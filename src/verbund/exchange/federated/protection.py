@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verbund.errors import InputError
 from verbund.exchange.federated.privacy import Accountant, CentralPrivacy, DistributedPrivacy, LocalPrivacy
+from verbund.exchange.federated.privacy.accountant import noise_for
 from verbund.exchange.federated.rule import Sums
 from verbund.exchange.federated.secure.fixed_point import FixedPoint, as_integers, as_words
 from verbund.exchange.federated.secure.layout import Layout
@@ -80,6 +81,22 @@ class Protection:
         if self.local is not None:
             return not self._most(cohort) or self.accountant.affords(self.local.event)
         return self.accountant.affords(self._event(len(cohort)))
+
+    def outlook(self, rounds: int) -> str | None:
+        """What to expect of the budget, a sentence; None if it is enough for so many more rounds."""
+        if self.accountant is None or self.accountant.budget is None:
+            return None
+        event = self.local.event if self.local is not None else self._event(self._cohort)
+        enough = self.accountant.left(event, rounds)
+        if enough == rounds:
+            return None
+        who = " of one client" if self.local is not None else ""
+        text = f"The privacy budget of {self.accountant.budget:g} is enough for {enough} of {rounds} rounds{who}"
+        if self.accountant.releases:
+            return text
+        factor = 2.0 if self.local is not None else 1.0  # see its event
+        needed = factor * noise_for(self.accountant.budget, self.accountant.delta, rounds, self.rate)
+        return f"{text}; `privacy.noise` of about {needed:.2g} would be enough for all"
 
     def begin(self, number: int, cohort: Sequence[int]) -> ProtectedSums:
         """The sums of a round, whose cost is spent herewith.

@@ -116,6 +116,7 @@ class _Simulation:
         if reason is not None and self.rank == 0:
             done = f"Nothing to do: the run has had its {reason} ({self.step} rounds)"
             self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
+        self._look_ahead(reason)
         while reason is None:
             number = self.step
             cohort = self._cohort(number)
@@ -151,6 +152,14 @@ class _Simulation:
         if train.steps is not None and self.step >= train.steps:
             return "steps"
         return "epochs" if train.epochs is not None and self.step >= train.epochs * self.per_epoch else None
+
+    def _look_ahead(self, reason: str | None) -> None:
+        """Says before the first round if the privacy budget will end the training."""
+        train, protection = self.job.train, self.server.protection
+        ends = [train.steps, train.epochs * self.per_epoch if train.epochs is not None else None]
+        rounds = min((end for end in ends if end is not None), default=self.step) - self.step
+        if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
+            self.worker.send("note", text=text)
 
     def _cohort(self, number: int) -> list[int]:
         rate = self.server.protection.rate if self.server.protection is not None else None

@@ -95,6 +95,14 @@ class Accountant:
         by_losses = _pld(_sorted(after), self.delta)
         return by_losses is not None and by_losses <= self.budget
 
+    def left(self, event: Event, most: int) -> int:
+        """How many more releases of one kind the budget is enough for, up to `most`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.affords(event, middle) else (low, middle - 1)
+        return low
+
     def spent(self) -> Spent:
         """What all releases cost so far."""
         events = _sorted(self._events)
@@ -144,6 +152,18 @@ class Accountant:
         self._events = Counter()
         for item in state:
             self._events[Event(**item["event"])] += item["count"]
+
+
+def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound."""
+    low, high = 0.0, 1.0
+    while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
+        low, high = high, high * 2.0
+    while high - low > 0.005 * high:
+        middle = (low + high) / 2.0
+        enough = _rdp(((Event(noise=middle, rate=rate), releases),), delta) <= epsilon
+        low, high = (low, middle) if enough else (middle, high)
+    return high
 
 
 def _sorted(events: Counter[Event]) -> tuple[tuple[Event, int], ...]:
