@@ -60,7 +60,7 @@ def test_a_round_closes_with_the_cohort_and_late_updates_are_told_so() -> None:
 
 def test_quorum_and_deadline() -> None:
     rounds = begun()
-    one, two, three = sorted(rounds.members)
+    one, two, _ = sorted(rounds.members)
     played(rounds, rounds.update(one, 1, "a", {})[0])
     played(rounds, rounds.expired())
     assert rounds.phase is Phase.SELECTING
@@ -226,7 +226,7 @@ def test_a_rewritten_log_shows(tmp_path: Path) -> None:
         again.append("step", {"value": -n})
     again.close()
     verify(path)
-    with pytest.raises(InputError, match="line 3: .* the log was rewritten"):
+    with pytest.raises(InputError, match=r"line 3: .* the log was rewritten"):
         verify(path, [heads[2]])
     path.write_bytes(b"".join(lines[:2]))
     verify(path)

@@ -1,8 +1,8 @@
 """A log that cannot be rewritten unnoticed: each line has the hash of the former one.
 
-Lines are JSON objects; a line's hash is the SHA-256 of its bytes without the line break. Who has once been told the hash
-of the last line (the head) notices if any line before it is changed, left out or put in. The server's log of a run is
-also what it goes on from after its end: a line is on disk before what it says counts.
+Lines are JSON objects; a line's hash is the SHA-256 of its bytes without the line break. Who has once been told the
+hash of the last line (the head) notices if any line before it is changed, left out or put in. The server's log of a run
+is also what it goes on from after its end: a line is on disk before what it says counts.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from verbund.errors import JobError, Problem
 from verbund.job.problems import problems
-from verbund.job.section import Positive, Section
+from verbund.job.section import Names, Positive, Section, listed
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -28,12 +28,16 @@ def _hours(value: str) -> str:
     return value
 
 
+Tasks = Annotated[list[Annotated[str, AfterValidator(_task)]], BeforeValidator(listed)]
+Hours = Annotated[list[Annotated[str, AfterValidator(_hours)]], BeforeValidator(listed)]
+
+
 class Statistics(Section):
     """What of the data may be told apart from training."""
 
     permitted: bool = False
     """Whether counts, means, variances, histograms and quantiles of columns may be told at all."""
-    columns: list[str] = ["*"]
+    columns: Names = ["*"]
     """Glob patterns of the columns of which they may be told."""
     minimum_count: Positive = 10
     """Samples that a number must be about; of fewer nothing is told, also in each bin of a histogram."""
@@ -44,13 +48,13 @@ class Statistics(Section):
 class Policy(Section):
     """An owner's policy file."""
 
-    tasks: list[Annotated[str, AfterValidator(_task)]] = []
+    tasks: Tasks = []
     """SHA-256 of each task file whose code may run here; `*`: any, from a server that is trusted with that."""
     minimum_cohort: Positive = 2
     """Clients that must take part in a round besides and with this one: the mean of one is its own update."""
     rounds: Positive | None = None
     """Rounds of one job that may be taken part in."""
-    hours: list[Annotated[str, AfterValidator(_hours)]] = []
+    hours: Hours = []
     """Times of the day, local, at which it may be trained, such as `20:00-06:00`; none: always."""
     secure_aggregation: bool = False
     """Whether the server may see no single update."""
@@ -88,9 +92,9 @@ class Policy(Section):
         """Why this job is not taken part in.
 
         Args:
-            facts: `task` (SHA-256 of its task file), `task_at` (where it can be read), `secure` (whether aggregation is),
-                `epsilon` and `delta` (its privacy budget; None if it has none), `weighted` (whether the server learns
-                sample counts).
+            facts: `task` (SHA-256 of its task file), `task_at` (where it can be read), `secure` (whether aggregation
+                is), `epsilon` and `delta` (its privacy budget; None if it has none), `weighted` (whether the server
+                learns sample counts).
         """
         found = []
         if "*" not in self.tasks and facts["task"] not in self.tasks:
