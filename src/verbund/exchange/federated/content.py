@@ -118,6 +118,10 @@ class Content:
         except OSError as error:
             raise InputError(f"the file cannot be read: {error.strerror}", where=digest) from None
 
+    def drop(self, digest: str) -> None:
+        """Gives up what has come of a file."""
+        self._part(digest).unlink(missing_ok=True)
+
     def keep(self, digests: set[str]) -> None:
         """Removes all other files."""
         for path in self.folder.iterdir():

@@ -47,12 +47,20 @@ class RoundJournal:
         """What the first event says: which job and task this is; None in a new folder."""
         self.current = ""
         """SHA-256 of the newest version."""
+        self.rule = ""
+        """SHA-256 of the rule's state at the newest version."""
         self.metrics: list[Event] = []
+        """What clients' evaluations gave that were no part of a round."""
         self._former = ""
         self._told = told
         for line in self._log.lines:
             self._apply({key: value for key, value in line.items() if key not in _OF_THE_LOG})
         self._check()
+
+    @property
+    def published(self) -> set[str]:
+        """SHA-256 of the files that clients may have."""
+        return {self.current, self._former} - {""}
 
     @property
     def head(self) -> Head:
@@ -93,7 +101,7 @@ class RoundJournal:
 
     def _apply(self, event: Event) -> None:
         if event["event"] in ("begun", "stepped"):
-            self._former, self.current = self.current, event["sha256"]
+            self._former, self.current, self.rule = self.current, event["sha256"], event.get("rule", "")
         if event["event"] == "begun":
             self.begun = event
         if event["event"] == "metrics":
@@ -103,11 +111,11 @@ class RoundJournal:
     def _sweep(self) -> None:
         """Removes what no round needs; the version before the newest one stays, as clients may be fetching it."""
         self.updates.keep({update["sha256"] for update in self.rounds.updates.values()})
-        self.versions.keep({self.current, self._former})
+        self.versions.keep({self.current, self._former, self.rule})
 
     def _check(self) -> None:
         needed = [(self.updates, update["sha256"]) for update in self.rounds.updates.values()]
-        needed += [(self.versions, self.current)] if self.current else []
+        needed += [(self.versions, digest) for digest in (self.current, self.rule) if digest]
         for content, digest in needed:
             if not content.whole(digest):
                 what = "a file is gone that the journal says is there"

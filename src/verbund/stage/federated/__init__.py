@@ -1,0 +1,1 @@
+"""Federated learning as a stage: a server that holds rounds, and clients whose data stay with them."""
