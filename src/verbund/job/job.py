@@ -15,6 +15,7 @@ from verbund.errors import JobError, Problem
 from verbund.job.checkpoint import Checkpoint
 from verbund.job.cluster import Cluster
 from verbund.job.data import Data
+from verbund.job.federated import job_problems
 from verbund.job.observe import Observe
 from verbund.job.problems import problems, section_at, shown
 from verbund.job.section import Section
@@ -71,6 +72,10 @@ class Job(Section):
                 "not share: leave it out"
             )
         problems += self._server_problems()
+        if self.strategy.exchange.federated:
+            problems += job_problems(self.strategy.exchange, train, self.strategy.mesh, self.strategy.islands)
+            if self.data.loaders:
+                problems.append("`data.loaders` cannot know what clients read: leave it at 0")
         if self.strategy.islands > train.global_batch:
             problems.append(
                 f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "

@@ -288,8 +288,22 @@ class Replica:
             return float(torch.nn.utils.get_total_norm(gradients))
         return norm(self.divided.trained, self.groups.replica)
 
-    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
+    def update(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        correct: Callable[[], None] | None = None,
+    ) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
+
+        Args:
+            step: that the learning rate is of.
+            sizes: the samples of each island's share.
+            sums: of the step's gradients.
+            total_steps: of the training, if known.
+            correct: changes the gradients before they are used.
 
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
@@ -300,6 +314,8 @@ class Replica:
         gradients = self._sums.gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
+        if correct is not None:
+            correct()
         schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
         self.optimizer.step()
         if self.ema is not None:

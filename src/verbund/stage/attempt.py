@@ -106,7 +106,8 @@ def attempt(
         settings |= _of_servers(job, facts, state, start)
         specs = with_servers(cluster, job, settings, generation)
     else:
-        specs = workers(job, "verbund.stage.train:work", settings, generation)
+        entry = "verbund.stage.federated.simulate" if job.strategy.exchange.federated else "verbund.stage.train"
+        specs = workers(job, f"{entry}:work", settings, generation)
     replaced: dict[tuple[str, int], int] = {}
 
     def tell(fresh: list[ProcessSpec], why: str) -> None:

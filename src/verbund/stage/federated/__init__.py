@@ -1,1 +1,1 @@
-"""Federated learning as a stage: a server that holds rounds, and clients whose data stay with them."""
+"""Federated learning: what clients do, and all of it in one place as a simulation."""
