@@ -13,6 +13,7 @@ from verbund.job.compression import CASTS, Compression
 from verbund.job.data import Data
 from verbund.job.exchange import Exchange
 from verbund.job.federated import Partition, Rule
+from verbund.job.federated_round import Round
 from verbund.job.job import Job
 from verbund.job.observe import Observe
 from verbund.job.optimizer import Group, Optimizer, Schedule
@@ -36,6 +37,7 @@ __all__ = [
     "Optimizer",
     "Partition",
     "Patience",
+    "Round",
     "Rule",
     "Schedule",
     "Section",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
+from verbund.job.federated_round import Round
 from verbund.job.section import Positive, Section
 
 
@@ -82,6 +83,8 @@ class Exchange(Section):
     """federated: how updates become new parameters."""
     partition: Annotated[Partition, Field(examples=["iid", {"name": "dirichlet", "alpha": 0.3}])] = Partition()
     """federated, in a simulation: which client has which samples."""
+    round: Round = Round()
+    """federated, with real clients: what a server's rounds go by."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -164,7 +167,7 @@ _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
-    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition"), ("federated",)),
+    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "round"), ("federated",)),
     **dict.fromkeys(
         (
             "servers",

@@ -51,6 +51,8 @@ class RoundJournal:
         """SHA-256 of the rule's state at the newest version."""
         self.metrics: list[Event] = []
         """What clients' evaluations gave that were no part of a round."""
+        self.evaluated: Event | None = None
+        """What came of them."""
         self._former = ""
         self._told = told
         for line in self._log.lines:
@@ -106,6 +108,8 @@ class RoundJournal:
             self.begun = event
         if event["event"] == "metrics":
             self.metrics.append(event)
+        if event["event"] == "evaluated":
+            self.evaluated = event
         self.rounds.apply(event)
 
     def _sweep(self) -> None:

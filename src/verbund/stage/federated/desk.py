@@ -308,7 +308,8 @@ class Desk:
             return self._reply("noted")
 
     def _metrics(self, name: str, fields: dict[str, Any]) -> Reply:
-        version, state = _number(fields, "version"), _state(fields.get("state"))
+        version, state = _number(fields, "version"), fields.get("state")
+        state = None if state is None else _state(state)
         with self.changed:
             known = any(e["client"] == name and e["version"] == version for e in self._journal.metrics)
             if not known and version == self._journal.rounds.version:

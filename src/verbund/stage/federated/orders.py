@@ -35,21 +35,18 @@ class Orders:
         """By rank: who waits for the order after which one, and the number of its question."""
         self._closed: VerbundError | None = None
 
-    def handle(self, process: Process, message: Message) -> bool:
-        """Takes a message of a process; whether it was one of these."""
+    def handle(self, process: Process, message: Message) -> None:
+        """Takes a message of a process."""
         fields = message.fields
         if message.kind == "order":
             with self._changed:
                 self._waiting[process.spec.rank] = (process, int(fields["done"]), int(fields["number"]))
                 self._hand_out()
-            return True
-        if message.kind == "ordered":
+        elif message.kind == "ordered":
             with self._changed:
                 if fields["order"] == self._number and process.spec.rank == 0:
                     self._result = fields["result"]
                     self._changed.notify_all()
-            return True
-        return False
 
     def do(self, order: Order, timeout: float) -> dict[str, Any]:
         """Has an order done, one at a time; what came of it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verbund.errors import Interrupted, VerbundError
@@ -63,7 +62,9 @@ def participation(table: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return found
 
 
-def summary_of(run: Run, job: Job, clients: Mapping[str, Any], error: VerbundError | None, seconds: float) -> dict[str, Any]:
+def summary_of(
+    run: Run, job: Job, clients: Mapping[str, Any], error: VerbundError | None, seconds: float
+) -> dict[str, Any]:
     """The fields of `summary.json`."""
     lines = lines_of(run.path / "federated" / AUDIT)
     table = rounds_table(lines)

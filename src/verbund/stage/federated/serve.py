@@ -1,7 +1,7 @@
 """The command `verbund federate server`: rounds with clients that dial in, until the job's rounds are done.
 
-The main thread supervises the process that aggregates, which has torch and the task; a thread holds the rounds; each client
-has one of its own. What counts is in the round journal, so that the whole can be killed and started again.
+The main thread supervises the process that aggregates, which has torch and the task; a thread holds the rounds; each
+client has one of its own. What counts is in the round journal, so that the whole can be killed and started again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from verbund import checkpoint
 from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Certificates, Closed, Deadline, Enrolled, Listener, listen
-from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
+from verbund.errors import InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.round import Event, Phase, Terms
 from verbund.exchange.federated.round_journal import RoundJournal
@@ -134,6 +132,7 @@ class _Server:
         notify: before.Notify,
     ) -> None:
         self._job, self._run, self._offer, self._notify = job, run, offer, notify
+        self._clients = job.strategy.exchange.clients or terms.cohort
         self._listener = listener
         self._settings = job.strategy.exchange.round
         self._orders = Orders()
@@ -158,6 +157,7 @@ class _Server:
             "folder": str(Path(self._job.folder).resolve()),
             "run": str(self._run.path),
             "content": str(self._run.path / FOLDER),
+            "clients": self._clients,
         }
         spec = ProcessSpec("aggregator", 0, 1, "verbund.stage.federated.aggregate:work", 1, settings)
         supervisor = Supervisor(cluster, self._job.cluster, self._orders.handle, interrupts)
@@ -274,7 +274,7 @@ class _Server:
         """Waits for what those clients say of the final model that are there, and sums it up."""
         desk, journal = self._desk, self._journal
         version = journal.rounds.version
-        if any(event["event"] == "evaluated" for event in journal.recorded):
+        if journal.evaluated is not None:
             return
         deadline = time.monotonic() + min(self._settings.deadline, self._settings.gather)
 
@@ -285,7 +285,8 @@ class _Server:
         with desk.changed:
             while missing() and time.monotonic() < deadline and not interrupts.count:
                 desk.changed.wait(_TURN)
-            states = {e["client"]: e["state"] for e in journal.metrics if e["version"] == version}
+            told = [event for event in journal.metrics if event["version"] == version and event["state"] is not None]
+            states = {event["client"]: event["state"] for event in told}
         found = self._orders.do({"order": "metrics", "states": states}, _STEP_SECONDS)
         with desk.changed:
             journal.record([{"event": "evaluated", "version": version, "metrics": found["metrics"]}])
@@ -293,7 +294,9 @@ class _Server:
     def _save(self) -> None:
         journal = self._journal
         step = journal.rounds.version
-        if (newest := checkpoint.store.latest(self._run.checkpoints)) is not None and newest.name.endswith(f"{step:08d}"):
+        if (newest := checkpoint.store.latest(self._run.checkpoints)) is not None and newest.name.endswith(
+            f"{step:08d}"
+        ):
             return
         folder = checkpoint.store.partial_folder(self._run.checkpoints, step)
         part = self._orders.do({"order": "save", "sha256": journal.current, "folder": str(folder)}, _STEP_SECONDS)
