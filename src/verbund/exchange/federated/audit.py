@@ -54,6 +54,7 @@ class AuditLog:
         """What the log had when it was opened."""
         self.head = Head(0, NOTHING)
         self._end = 0
+        self._closed = False
         for line, size, self.head in _checked(path, torn=True):
             self.lines.append(line)
             self._end += size
@@ -66,6 +67,8 @@ class AuditLog:
         Raises:
             RunFailed: if it cannot be written. The log is as it was before.
         """
+        if self._closed:
+            raise RunFailed("the log is closed", where=str(self.path))
         record = {"n": self.head.count + 1, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event}
         content = json.dumps({**record, **fields, "former": self.head.hash}, separators=(",", ":")).encode()
         try:
@@ -79,7 +82,8 @@ class AuditLog:
         return self.head
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Lets go of the file; nothing is written any more."""
+        self._closed = True
         os.close(self._file)
 
 

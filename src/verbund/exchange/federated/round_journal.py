@@ -51,6 +51,8 @@ class RoundJournal:
         """SHA-256 of the rule's state at the newest version."""
         self.metrics: list[Event] = []
         """What clients' evaluations gave that were no part of a round."""
+        self.taking_part: set[str] = set()
+        """Clients that have joined, and have neither refused nor left since."""
         self.evaluated: Event | None = None
         """What came of them."""
         self._former = ""
@@ -84,8 +86,9 @@ class RoundJournal:
         Raises:
             RunFailed: if one cannot be written; it and what follows do not count.
         """
-        for event in events:
-            self._write(event)
+        for event in (None, *events):  # what followed when the last server was killed comes first
+            if event is not None:
+                self._write(event)
             while more := self.rounds.settle():
                 for following in more:
                     self._write(following)
@@ -110,6 +113,10 @@ class RoundJournal:
             self.metrics.append(event)
         if event["event"] == "evaluated":
             self.evaluated = event
+        if event["event"] == "joined":
+            self.taking_part.add(event["client"])
+        if event["event"] in ("refused", "left"):
+            self.taking_part.discard(event["client"])
         self.rounds.apply(event)
 
     def _sweep(self) -> None:

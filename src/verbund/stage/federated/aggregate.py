@@ -1,4 +1,4 @@
-"""The server's process with torch and the task: first parameters, a look into updates, the rule's steps, checkpoints."""
+"""The server's process with torch and the task: first parameters, updates, steps, checkpoints."""
 
 from __future__ import annotations
 

@@ -88,9 +88,11 @@ class Conversation:
                     self._evaluate(task)
                 case "end":
                     self._end(task)
+                    self._line.leave()
                     return
                 case "failed":
                     self.outcome = "failed"
+                    self._line.leave()
                     raise RunFailed(f"the server gave up: {str(task.get('why'))[:200]}", where="--server")
 
     def _train(self, task: dict[str, Any]) -> None:

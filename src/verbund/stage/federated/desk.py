@@ -9,6 +9,7 @@
     update   round, sha256, weight, …               whether it counts
     report   round, state, reason                   no update will come
     metrics  version, state                         what an evaluation gave
+    leave    -                                      it has heard of the end
 
 All of them may come again and change nothing then. Every answer has the head of the audit log.
 """
@@ -50,7 +51,6 @@ class Client:
     refuses: bool = False
     upload: str = ""
     """The file that it is sending."""
-    told_end: bool = False
     received: int = 0
     sent: int = 0
 
@@ -133,13 +133,9 @@ class Desk:
             return time.monotonic() - self._begun
         return 0.0 if client.connections else time.monotonic() - client.gone
 
-    def waited_for(self) -> list[str]:
-        """Clients that are there and have not heard of the end. Within `changed`."""
-        return [
-            name
-            for name, client in self.clients.items()
-            if client.joined and not client.told_end and client.connections
-        ]
+    def expected(self, seconds: float) -> list[str]:
+        """Clients that take part and are there, or may be back within so many seconds. Within `changed`."""
+        return [name for name in sorted(self._journal.taking_part) if self.without(name) < seconds]
 
     def _fits(self, name: str) -> bool:
         labels = self._enrolment.labels(name) if self._enrolment is not None else {}
@@ -170,6 +166,8 @@ class Desk:
                 return self._report(name, fields)
             case "metrics":
                 return self._metrics(name, fields)
+            case "leave":
+                return self._leave(name)
         raise InputError(f"`{message.kind[:40]}` is no request of this protocol")
 
     def _reply(self, kind: str, **fields: Any) -> Reply:
@@ -196,7 +194,7 @@ class Desk:
             raise InputError(what, fix="Install the same version of verbund on both sides")
         with self.changed:
             client = self.clients[name]
-            client.joined, client.refuses, client.told_end = True, False, False
+            client.joined, client.refuses = True, False
             self._journal.record([{"event": "joined", "client": name}])
             self.changed.notify_all()
             return self._reply("offer", offer=self._offer.record(), name=name)
@@ -216,9 +214,6 @@ class Desk:
             self.changed.notify_all()
             self.changed.wait_for(lambda: self._task(name) is not None, HOLD_SECONDS)
             task = self._task(name) or {"do": "wait"}
-            if task["do"] in ("end", "failed"):
-                self.clients[name].told_end = True
-                self.changed.notify_all()
             return self._reply("task", **task)
 
     def _task(self, name: str) -> dict[str, Any] | None:
@@ -305,6 +300,13 @@ class Desk:
             self.changed.notify_all()
             if events:
                 self._notify(f"{name} {state} in round {fields['round']}: {reason}")
+            return self._reply("noted")
+
+    def _leave(self, name: str) -> Reply:
+        with self.changed:
+            if name in self._journal.taking_part:
+                self._journal.record([{"event": "left", "client": name}])
+            self.changed.notify_all()
             return self._reply("noted")
 
     def _metrics(self, name: str, fields: dict[str, Any]) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from verbund.stage.federated.desk import PROTOCOL
 from verbund.stage.federated.home import Home
 from verbund.stage.federated.offer import Offer
 
+_LEAVE_SECONDS = 3.0
 _LOOK = 0.25
 """Seconds between two looks whether the owner wants an end."""
 
@@ -76,6 +78,11 @@ class Line:
         """Says that no part is taken, and by which keys of the policy."""
         self.ask("refuse", {"keys": keys})
 
+    def leave(self) -> None:
+        """Says that nothing more is needed. The server may be gone already."""
+        with suppress(ClusterLost, Interrupted):
+            self.ask("leave", {}, _LEAVE_SECONDS)
+
     def next(self) -> dict[str, Any]:
         """What is to be done now."""
         return self.ask("next", {}).fields
@@ -103,7 +110,7 @@ class Line:
             self.sent += part.size
         return answer.kind == "have"
 
-    def ask(self, kind: str, fields: dict[str, Any], **arrays: Any) -> Message:
+    def ask(self, kind: str, fields: dict[str, Any], patience: float | None = None, **arrays: Any) -> Message:
         """A request's answer.
 
         Raises:
@@ -111,7 +118,8 @@ class Line:
             ClusterLost: if there is none for too long.
             Interrupted: if the owner wants an end.
         """
-        call = self._calls.start(kind, fields, self._patience, None, **arrays)
+        patience = patience or self._patience
+        call = self._calls.start(kind, fields, patience, None, **arrays)
         try:
             while not call.wait(_LOOK):
                 if self.stopped():
@@ -122,7 +130,7 @@ class Line:
             fix = "Is it the server of the token, and is this client still enrolled there?"
             raise InputError(str(error), where="--server", fix=fix) from None
         except (Deadline, Closed) as error:
-            what = f"the server gave no answer for {self._patience:.0f} s: {error}"
+            what = f"the server gave no answer for {patience:.0f} s: {error}"
             raise ClusterLost(what, where="--server", fix="The same command goes on when it is back") from None
         head = message.fields.get("head")
         if isinstance(head, list) and len(head) == 2 and type(head[0]) is int and isinstance(head[1], str):
