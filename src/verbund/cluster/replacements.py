@@ -46,18 +46,22 @@ class Replacements:
         units: processes that can only go on together, e.g. the workers of an island; those in none are not replaced.
         budget: see there.
         tell: is told of each replacement: the new specs, and why.
-        joint: whether all units have done all once one says so, so that what one comes to is what all come to.
     """
 
     units: Sequence[Sequence[ProcessSpec]]
     budget: Budget
     tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
-    joint: bool = False
 
-    def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
-        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""
+    def of(self, spec: ProcessSpec, why: str, charged: bool = True) -> list[ProcessSpec] | None:
+        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced.
+
+        Args:
+            spec: the lost one's.
+            why: in words.
+            charged: whether it counts among the losses that are survived.
+        """
         unit = next((unit for unit in self.units if any(_same(one, spec) for one in unit)), None)
-        if unit is None or not self.budget.take():
+        if unit is None or (charged and not self.budget.take()):
             return None
         fresh = [replace(one, life=spec.life + 1) for one in unit]
         self.tell(fresh, why)

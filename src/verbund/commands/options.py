@@ -40,7 +40,12 @@ StrategyText = Annotated[
 ]
 ClusterText = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="KIND", help="Where processes run: local, hosts, or hosts=NAME,NAME."),
+    typer.Option(
+        "--cluster",
+        metavar="KIND",
+        help="Where processes run: local · hosts or hosts=NAME,NAME · external or external=HOST:PORT, for machines "
+        "that `verbund join` · ray or ray=HOST:PORT.",
+    ),
 ]
 Step = Annotated[
     int | None,

@@ -13,6 +13,7 @@ from verbund.job.compression import CASTS, Compression
 from verbund.job.data import Data
 from verbund.job.exchange import Exchange
 from verbund.job.federated import Partition, Rule
+from verbund.job.federated_privacy import Privacy, Secure
 from verbund.job.federated_round import Round
 from verbund.job.job import Job
 from verbund.job.observe import Observe
@@ -37,10 +38,12 @@ __all__ = [
     "Optimizer",
     "Partition",
     "Patience",
+    "Privacy",
     "Round",
     "Rule",
     "Schedule",
     "Section",
+    "Secure",
     "Strategy",
     "Target",
     "Train",

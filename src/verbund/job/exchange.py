@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
+from verbund.job.federated_privacy import Privacy, Secure
 from verbund.job.federated_round import Round
 from verbund.job.section import Positive, Section
 
@@ -46,9 +47,10 @@ class Exchange(Section):
     """parameter_server: processes that hold the parameters, each a part of them."""
     consistency: Literal["bulk_synchronous", "bounded_staleness", "asynchronous"] = "bulk_synchronous"
     """parameter_server: `bulk_synchronous`: the islands share every global batch, and its step is taken when all have
-    pushed: the result is that of one process. `bounded_staleness`: so too, but an island may be up to `staleness` steps
-    ahead of what it has pulled. `asynchronous`: each island computes whole global batches, and what it pushes is a
-    step at once: nobody waits for anybody."""
+    pushed: the result is that of one process. `bounded_staleness`: they share it too, but each share is a step at once,
+    by its part of the learning rate, and an island waits only for those that are more than `staleness` global batches
+    behind. `asynchronous`: each island computes whole global batches, and what it pushes is a step at once: nobody
+    waits for anybody."""
     staleness: Positive | None = None
     """parameter_server, bounded_staleness: the bound; default 3."""
     backup: Annotated[int, Field(ge=0)] = 0
@@ -85,6 +87,10 @@ class Exchange(Section):
     """federated, in a simulation: which client has which samples."""
     round: Round = Round()
     """federated, with real clients: what a server's rounds go by."""
+    privacy: Annotated[Privacy, Field(examples=["central", {"kind": "central", "noise": 1.0}])] = Privacy()
+    """federated: differential privacy."""
+    secure: Annotated[Secure, Field(examples=[{"threshold": 0.7}])] | None = None
+    """federated: secure aggregation; a table, which may be empty."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -167,7 +173,10 @@ _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
-    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "round"), ("federated",)),
+    **dict.fromkeys(
+        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),
+        ("federated",),
+    ),
     **dict.fromkeys(
         (
             "servers",

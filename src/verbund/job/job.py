@@ -121,7 +121,7 @@ class Job(Section):
 
     def _placement_problems(self) -> list[str]:
         cluster, strategy = self.cluster, self.strategy
-        if cluster.kind != "hosts" or strategy.world < 1:
+        if not cluster.spread or not cluster.hosts or strategy.world < 1:
             return []
         places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
         if places is None:
@@ -213,10 +213,14 @@ class Job(Section):
         return several and self.cluster.trusted_network is None
 
     @property
+    def _spread(self) -> bool:
+        return self.cluster.spread and bool(self.cluster.hosts)
+
+    @property
     def _places(self) -> list[int]:
         """The host of each worker."""
         cluster, islands = self.cluster, self.strategy.islands
-        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if cluster.kind == "hosts" else None
+        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if self._spread else None
         return places or [0] * self.world
 
 

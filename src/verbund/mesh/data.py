@@ -164,7 +164,8 @@ class GradientSums:
         self._group = group
         for parameter in self._parameters:
             parameter.grad = None
-        self._cut(self._numbers.numel())
+        if group.world > 1:
+            self._cut(self._numbers.numel())
 
     @property
     def buckets(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verbund.observe import servers
+from verbund.observe import membership, rounds, servers
 from verbund.observe.compression import measure as measure_compression
 from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
@@ -62,8 +62,8 @@ def summarise(
     means over the workers that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline`
     is as `pipeline.measure` says, and None where there was none; so is `network` as `links.network` says.
     `memory_promise` says per worker which bytes of the model's state it held, and their share of what one process
-    alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers` as `observe.servers`
-    does.
+    alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers`, `membership` and
+    `rounds` as the modules of these names do.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -97,6 +97,8 @@ def summarise(
         "compression": measure_compression(journals),
         "exchange": measure_exchange(journals),
         "servers": servers.measure(journals),
+        "membership": membership.measure(journals),
+        "rounds": rounds.measure(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
@@ -126,16 +128,27 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
     beyond the step at which a later one went on was lost, and is left out."""
     parts: list[Floats] = []
     limit = math.inf
+    joint = {
+        j.generation
+        for j in journals
+        for event in j.events
+        if event["name"] == "membership" and event.get("joint") is True
+    }
     for generation in sorted({j.generation for j in journals}, reverse=True):
         rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
         if not rows:
             continue
-        mine = _added(np.concatenate(rows))
+        mine = _added(np.concatenate(rows)) if generation not in joint else _once(np.concatenate(rows))
         mine = mine[mine[:, 0] < limit]
         if len(mine):
             limit = float(mine[0, 0])
             parts.append(mine)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def _once(rows: Floats) -> Floats:
+    """Who takes the place of the worker that journals steps records the last ones again: each once, in order."""
+    return rows[np.unique(rows[:, 0], return_index=True)[1]]
 
 
 def _added(rows: Floats) -> Floats:

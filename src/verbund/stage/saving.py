@@ -45,19 +45,25 @@ class Saver:
         mesh: Mesh | None = None,
         more: Callable[[], Iterable[Piece]] = tuple,
     ) -> None:
-        self._mesh, self._more = mesh or replica.mesh, more
+        self._given, self._more = mesh, more
         self._worker = worker
         self._run = run
-        self._replica = replica
+        self.replica = replica
         self._exchange = exchange
         self._snapshot = Snapshot()
         self._background = Background(run.checkpoints, deadline)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
+    def save(self, step: int, state: dict[str, Any], era: int = 0) -> None:
+        """Copies this worker's share and writes it in the background; waits only if the former save still runs.
+
+        Args:
+            step: how many are done.
+            state: the training's own, JSON values.
+            era: of those who save.
+        """
         self.wait()
         pieces = self._copied()
-        self._background.start(step, lambda: self._write(step, pieces, state))
+        self._background.start(step, lambda: self._write(step, pieces, state, era))
 
     @property
     def last(self) -> int | None:
@@ -68,9 +74,13 @@ class Saver:
         """Waits until the save under way is written; see `Background.wait`."""
         self._background.wait()
 
+    @property
+    def _mesh(self) -> Mesh:
+        return self._given or self.replica.mesh  # which changes as workers come and go
+
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""
-        replica, mesh = self._replica, self._mesh
+        replica, mesh = self.replica, self._mesh
         own = [*replica.pieces("exchange"), *self._more()]
         if self._exchange is None:
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
@@ -85,7 +95,7 @@ class Saver:
             pieces += self._exchange.state.pieces()
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
-    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
+    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], era: int) -> None:
         rank = self._mesh.rank
         start = time.monotonic()
         record: dict[str, Any] = {}
@@ -99,6 +109,8 @@ class Saver:
             "saved",
             step=step,
             part=rank,
+            parts=self._mesh.world,
+            era=era,
             record=record,
             state=state if rank == 0 else None,
             failure=failure,

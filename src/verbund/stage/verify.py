@@ -79,7 +79,7 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
     results, folders = [], []
     with tempfile.TemporaryDirectory(dir=cluster.scratch) as scratch:
         prepared = before.prepared_data(sides[0], notify)
-        for index, side in enumerate(sides):
+        for index, side in enumerate(map(cluster.settled, sides)):
             facts = before.dry_run(cluster, side, prepared)
             notify(f"{steps} steps under {_name(side)}")
             folder = Path(scratch) / str(index)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund.checkpoint import durable
-from verbund.errors import InputError, JobError, TaskError
+from verbund.errors import InputError, TaskError
 from verbund.job import Job
 from verbund.plain_json import text as json_text
 
@@ -43,6 +43,15 @@ class Offer:
         if not job.strategy.exchange.federated:
             fix = 'Set `strategy.exchange = "federated"`'
             raise InputError(f"the exchange is `{job.strategy.exchange.name}`", where="job, strategy.exchange", fix=fix)
+        asked = job.strategy.exchange
+        for key, wanted in (("secure", asked.secure is not None), ("privacy", asked.privacy.kind != "none")):
+            if wanted:
+                fix = "Leave it out, or simulate with `verbund train`"
+                raise InputError("is not available with real clients", where=f"job, strategy.exchange.{key}", fix=fix)
+        if asked.rule.name == "fedbuff":
+            fix = "Use a synchronous rule, or simulate with `verbund train`"
+            what = "`fedbuff` is not available with real clients"
+            raise InputError(what, where="job, strategy.exchange.rule", fix=fix)
         if job.train.steps is None:
             raise InputError("the number of rounds is missing", where="job, train.steps", fix="Give `train.steps`")
         if job.data.tokenizer not in (None, "bytes"):
@@ -120,13 +129,7 @@ class Offer:
         source = data if data.startswith("sklearn:") else os.path.abspath(data)
         local = {**self.job, "data": {**self.job["data"], "train": source}}
         local["strategy"] = {**self.job["strategy"], "mesh": {"data": workers}}
-        try:
-            return Job.build(local, {}, source="the server's job", folder=folder)
-        except JobError as error:
-            for problem in error.problems:
-                if problem.fix and problem.fix.startswith("Did you mean"):
-                    break
-            raise
+        return Job.build(local, {}, source="the server's job", folder=folder)
 
     def facts(self, job: Job, task_at: Path | None) -> dict[str, Any]:
         """What policies look at; see `Policy.job_problems`."""
