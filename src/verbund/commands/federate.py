@@ -171,8 +171,9 @@ def audit(
     """Check that nothing in an audit log was changed, left out or put in."""
     from verbund.exchange.federated.audit import heads_told, verify
 
-    heads = [head for path in told or [] for head in heads_told(path)]
-    head = verify(file, heads)
+    head = verify(file)
+    heads = [noted for path in told or [] for noted in heads_told(path, head.log)]
+    verify(file, heads)
     against = f", and the {len(heads)} heads that clients were told" if told else ""
     line = f"{file}: {head.count} lines, each follows on the one before{against}; head {head.hash}"
     return Answer({"status": "done", "lines": head.count, "head": head.hash, "heads": len(heads)}, [line])

@@ -235,10 +235,12 @@ def test_a_rewritten_log_shows(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         verify(path, [Head(1, "0" * 64)])
     notes = AuditLog(tmp_path / "client.jsonl")
-    notes.append("round", {"server": [heads[1].count, heads[1].hash]})
+    notes.append("round", {"server": heads[1].record()})
     notes.append("other", {})
     notes.close()
-    assert heads_told(tmp_path / "client.jsonl") == [heads[1]]
+    assert heads_told(tmp_path / "client.jsonl", heads[0].hash) == [heads[1]]
+    with pytest.raises(InputError, match="written anew"):
+        heads_told(tmp_path / "client.jsonl", "0" * 64)
 
 
 def test_the_draw_is_fair_and_depends_on_little() -> None:

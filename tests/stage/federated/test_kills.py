@@ -105,7 +105,7 @@ class Federation:
         log = self.folder / "run" / "federated" / "audit.jsonl"
         for name in NAMES:
             assert self.result(name)["counted"] == ROUNDS  # type: ignore[index]
-            verify(log, heads_told(self.folder / name / "audit.jsonl"))
+            verify(log, heads_told(self.folder / name / "audit.jsonl", verify(log).log))
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         for event, many in {
             "begun": 1,

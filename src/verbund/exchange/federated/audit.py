@@ -26,10 +26,29 @@ _LONGEST = 1 << 24
 
 @dataclass(frozen=True)
 class Head:
-    """The last line of a log: its number, from 1, and its hash; of an empty log 0 and `NOTHING`."""
+    """The last line of a log: its number, from 1, and its hash; of an empty log 0 and `NOTHING`.
+
+    `log` is the hash of the log's first line, by which logs are told apart.
+    """
 
     count: int
     hash: str
+    log: str = ""
+
+    @staticmethod
+    def of(value: Any) -> Head | None:
+        """The one that `record` gave; None if this is none."""
+        known = isinstance(value, list) and len(value) == 3 and type(value[0]) is int and value[0] > 0
+        return Head(value[0], str(value[1]), str(value[2])) if known else None
+
+    def record(self) -> list[Any]:
+        """As plain JSON values."""
+        return [self.count, self.hash, self.log]
+
+    def next(self, content: bytes) -> Head:
+        """The head once a line is appended."""
+        digest = hashlib.sha256(content).hexdigest()
+        return Head(self.count + 1, digest, self.log or digest)
 
 
 class AuditLog:
@@ -78,7 +97,7 @@ class AuditLog:
             os.ftruncate(self._file, self._end)
             raise RunFailed(durable.reason(error), where=str(self.path), fix=durable.remedy(error)) from None
         self._end += len(content) + 1
-        self.head = Head(self.head.count + 1, hashlib.sha256(content).hexdigest())
+        self.head = self.head.next(content)
         return self.head
 
     def close(self) -> None:
@@ -116,17 +135,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [line for line, _, _ in _checked(path, torn=True)]
 
 
-def heads_told(path: Path) -> list[Head]:
-    """The heads of the server's log that a client has noted in its own.
+def heads_told(path: Path, log: str) -> list[Head]:
+    """The heads of a server's log that a client has noted in its own.
+
+    Args:
+        path: the client's log.
+        log: the hash of the first line of the server's.
 
     Raises:
-        InputError: if the client's log cannot be read, or its chain is broken.
+        InputError: if the client's log cannot be read, its chain is broken, or it was never told of that log.
     """
-    return [
-        Head(int(line["server"][0]), str(line["server"][1]))
-        for line, _, _ in _checked(path)
-        if isinstance(line.get("server"), list) and len(line["server"]) == 2
-    ]
+    noted = [head for line, _, _ in _checked(path, torn=True) if (head := Head.of(line.get("server"))) is not None]
+    found = [head for head in noted if head.log == log]
+    if not found:
+        what = f"it has {len(noted)} heads of server logs, none of them of the log that begins with {log[:16]}…"
+        raise InputError(what, where=str(path), fix="That server's log was written anew, or it is of another run")
+    return found
 
 
 def _checked(path: Path, torn: bool = False) -> Iterator[tuple[dict[str, Any], int, Head]]:
@@ -144,7 +168,7 @@ def _checked(path: Path, torn: bool = False) -> Iterator[tuple[dict[str, Any], i
                 if line.get("former") != head.hash:
                     what = "it does not follow on the line before: one of the two was changed, or some are missing"
                     raise InputError(what, where=where, fix="Take the log as its server wrote it")
-                head = Head(head.count + 1, hashlib.sha256(raw[:-1]).hexdigest())
+                head = head.next(raw[:-1])
                 if line.get("n") != head.count:
                     raise InputError(f"it bears the number {line.get('n')}", where=where)
                 yield line, len(raw), head

@@ -139,12 +139,22 @@ class Aggregator:
         if refused:
             return {"refused": refused}
         after = rule.step(parameters, updates)
+        norms = [norm(update.difference) for update in updates]
+        weights = [update.weight for update in updates]
+        typical = math.fsum(w * n for w, n in zip(weights, norms, strict=True)) / math.fsum(weights)
+        mean = {
+            name: sum((u.weight * u.difference[name].double() for u in updates), torch.zeros(())) / math.fsum(weights)
+            for name in updates[0].difference
+        }
         total = math.fsum(update.metrics["loss"][0] for update in updates if "loss" in update.metrics)
         weight = math.fsum(update.metrics["loss"][1] for update in updates if "loss" in update.metrics)
         states = {facts["client"]: facts["state"] for facts in told_of if "state" in facts}
         return {
             **self._written(after, rule),
             "loss": total / weight if weight else None,
+            "weight": weight,
+            "norm": {"mean": math.fsum(norms) / len(norms), "max": max(norms)},
+            "agreement": min(norm(mean) / typical, 1.0) if typical else None,
             "metrics": evaluation.merged(self._job, states),
         }
 

@@ -44,15 +44,24 @@ class Client:
     """What the desk knows of one client while this process lives."""
 
     replies: Replies
-    connections: int = 0
+    connections: list[Connection] = field(default_factory=list)
     gone: float = field(default_factory=time.monotonic)
     """Since when it has no connection, if it has none."""
     joined: bool = False
     refuses: bool = False
     upload: str = ""
     """The file that it is sending."""
-    received: int = 0
-    sent: int = 0
+    past: tuple[int, int] = (0, 0)
+    """Bytes received and sent over connections that have ended."""
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Received and sent, of whole messages."""
+        living = self.connections
+        return (
+            self.past[0] + sum(connection.received_bytes for connection in living),
+            self.past[1] + sum(connection.sent_bytes for connection in living),
+        )
 
 
 class Desk:
@@ -98,16 +107,15 @@ class Desk:
             if client is None:
                 client = self.clients[name] = Client(Replies(lambda message: self._answer(name, message)))
                 self._notify(f"{name} is there")
-            client.connections += 1
+            client.connections.append(connection)
             self.changed.notify_all()
         try:
             client.replies.serve(connection)
         finally:
             with self.changed:
-                client.connections -= 1
+                client.connections.remove(connection)
                 client.gone = time.monotonic()
-                client.received += connection.received_bytes
-                client.sent += connection.sent_bytes
+                client.past = (client.past[0] + connection.received_bytes, client.past[1] + connection.sent_bytes)
                 self.changed.notify_all()
 
     def available(self) -> list[str]:
@@ -171,8 +179,7 @@ class Desk:
         raise InputError(f"`{message.kind[:40]}` is no request of this protocol")
 
     def _reply(self, kind: str, **fields: Any) -> Reply:
-        head = self._journal.head
-        return Reply(kind, {**fields, "head": [head.count, head.hash]}, keep=False)
+        return Reply(kind, {**fields, "head": self._journal.head.record()}, keep=False)
 
     def _enrol(self, fields: dict[str, Any]) -> Reply:
         if self._enrolment is None:

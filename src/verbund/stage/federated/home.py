@@ -68,7 +68,7 @@ class Home:
         """Writes a line of the client's own audit log, with the head of the server's."""
         if self._log is None:
             self._log = AuditLog(self.folder / "audit.jsonl")
-        told = {"server": [server.count, server.hash]} if server is not None and server.count else {}
+        told = {"server": server.record()} if server is not None and server.count else {}
         self._log.append(event, {**fields, **told})
 
     @contextmanager

@@ -132,12 +132,11 @@ class Line:
         except (Deadline, Closed) as error:
             what = f"the server gave no answer for {patience:.0f} s: {error}"
             raise ClusterLost(what, where="--server", fix="The same command goes on when it is back") from None
-        head = message.fields.get("head")
-        if isinstance(head, list) and len(head) == 2 and type(head[0]) is int and isinstance(head[1], str):
-            if head[0] < self.head.count:
-                what = f"the server's log had {self.head.count} lines and has {head[0]} now: it was rewritten"
-                raise InputError(what, where="--server", fix="Ask whoever runs it")
-            self.head = Head(head[0], head[1])
+        if (head := Head.of(message.fields.get("head"))) is not None:
+            if self.head.count and (head.log != self.head.log or head.count < self.head.count):
+                what = f"the server's log had {self.head.count} lines, and is now another one of {head.count}"
+                raise InputError(what, where="--server", fix="Another run is held there, or its log was rewritten: ask")
+            self.head = head
         return message
 
     def close(self) -> None:

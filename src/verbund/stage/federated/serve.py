@@ -22,7 +22,7 @@ from verbund.run import Run
 from verbund.stage import before
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.orders import Orders
-from verbund.stage.federated.outcome import close_run
+from verbund.stage.federated.outcome import Recorder, close_run
 from verbund.stage.federated.server import Server
 from verbund.stage.processes import with_trace
 
@@ -115,10 +115,12 @@ def _serve(
     interrupts: Interrupts,
     notify: before.Notify,
 ) -> Run:
-    run.begin_attempt()
+    generation = run.begin_attempt()
     begun = time.monotonic()
     orders = Orders()
     server = Server(job, run.path / FOLDER, run.checkpoints, terms, enrolment, orders, notify)
+    recorder = Recorder(run, job, generation, server.journal.history)
+    server.hears = recorder.add
     settings = {
         "job": job.resolved(),
         "folder": str(Path(job.folder).resolve()),
@@ -153,4 +155,5 @@ def _serve(
     if not failures and state.phase is not Phase.DONE:
         fix = f"The same command with `--run {run.path}` goes on"
         failures.append(Interrupted(f"interrupted in round {state.round}", where=str(run.path), fix=fix))
-    return close_run(run, job, server.desk.clients, failures[0] if failures else None, time.monotonic() - begun)
+    error = failures[0] if failures else None
+    return close_run(run, job, recorder, server.desk.clients, error, time.monotonic() - begun)

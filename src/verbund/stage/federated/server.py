@@ -65,6 +65,8 @@ class Server:
         self._offer = Offer.of(job)
         self._since = time.monotonic()
         """When the phase began, in this life of the server."""
+        self.hears: Callable[[Event], None] = lambda event: None
+        """Is called with each event after it counts."""
         self.journal = RoundJournal(folder, terms, self._told)
         begun = self.journal.begun
         if begun is not None and begun["offer"] != self._offer.digest:
@@ -153,7 +155,9 @@ class Server:
                     self._notify(f"the update of {name} is refused: {why}")
                     journal.record(rounds.unusable(name, why))
             else:
-                journal.record(rounds.stepped({**_files(found), "metrics": found["metrics"], "loss": found["loss"]}))
+                told = {key: found[key] for key in ("metrics", "loss", "weight", "norm", "agreement")}
+                size = journal.versions.path(journal.current).stat().st_size
+                journal.record(rounds.stepped({**_files(found), **told, "size": size}))
             self.desk.changed.notify_all()
 
     def _last_evaluation(self, stopped: Callable[[], int]) -> None:
@@ -202,6 +206,7 @@ class Server:
 
     def _told(self, event: Event) -> None:
         """What is shown of an event that has happened."""
+        self.hears(event)
         what = event["event"]
         if what in ("round", "abandoned", "stepped", "closed"):
             self._since = time.monotonic()
