@@ -266,6 +266,7 @@ class Replica:
         for index, stamp in enumerate(stamps):
             number = index_among(self._summing, self.mesh.world, index)
             journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
+        journal.share(step, high - low, weight)
         for part in (self.axis, self.shards):
             if part is not None:
                 part.traffic.write(journal, step)
