@@ -71,6 +71,11 @@ class Job(Section):
                 "not share: leave it out"
             )
         problems += self._server_problems()
+        if self.strategy.stragglers.rebalances and train.batch_norm == "global" and train.micro_batch:
+            problems.append(
+                "`train.batch_norm` `global` needs each worker's share in one forward pass, and `strategy.stragglers` "
+                "`rebalance` makes some shares larger: leave out `train.micro_batch`"
+            )
         if self.strategy.islands > train.global_batch:
             problems.append(
                 f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "

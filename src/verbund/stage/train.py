@@ -60,7 +60,7 @@ def work(worker: Worker) -> dict[str, Any]:
     new = bool(worker.settings.get("era"))  # it takes the place of one that was lost
     source = worker.settings["checkpoint"] if not new else None
     state = restore(Path(source), replica) if source else {}
-    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
+    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit, replica.balance)
     exchange = None
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
@@ -207,6 +207,7 @@ class _Training:
         """
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
+        self.replica.balance.begin(self.step, self.tickets.whole)
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -230,7 +231,7 @@ class _Training:
             while reason is None:
                 step = self.step
                 sizes = self.tickets.sizes(step)
-                count = len(self.replica.plan(sizes))
+                count = len(self.replica.plan(sizes, step))
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 self.replica.update(step, sizes, sums, self.total_steps)
@@ -268,7 +269,7 @@ class _Training:
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
-            if passes := self.replica.plan(self.tickets.sizes(step)):
+            if passes := self.replica.plan(self.tickets.sizes(step), step):
                 ids = self.island.train_set.ids(self.tickets.positions(step))
                 for low, high, phantom in passes:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)

@@ -1,0 +1,103 @@
+"""Shares of a global batch by speed, with a worker that is really slower: the numbers stay those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import losses
+from verbund.observe.journal import read
+from verbund.run import Run
+
+RunJob = Callable[..., Run]
+
+SLOW = """
+import functools, json, os, time
+from pathlib import Path
+
+@functools.cache
+def rank():
+    # A worker's journal bears its process; others, which only try the model, have none.
+    for path in sorted(Path(__file__).parent.glob("run-*/journal/worker-*.jsonl")):
+        with open(path) as lines:
+            head = json.loads(next(lines))
+        if head["pid"] == os.getpid():
+            return head["rank"]
+
+def inputs(batch):
+    if SLOW_RANK >= 0 and rank() is not None:
+        time.sleep(len(batch["x"]) * (16e-4 if rank() == SLOW_RANK else 2e-4))
+    return batch["x"]
+"""
+MLP = """
+from torch import nn
+
+def model():
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5)
+    )
+"""
+BATCH_NORM = """
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(12, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
+"""
+AUGMENT = """
+def augment(batch, random):
+    return {**batch, "x": batch["x"] + 0.1 * random.normal(12)}
+"""
+STEPS, BATCH = 40, 97
+EVERY = {"name": "rebalance", "every": 5}
+
+
+def trained(run_job: RunJob, task: str, changes: dict[str, Any], slow: int = 3) -> Run:
+    changes = {
+        "train.steps": STEPS,
+        "train.global_batch": BATCH,
+        "train.optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        **changes,
+    }
+    return run_job(task + SLOW.replace("SLOW_RANK", str(slow)), changes, rows=330)
+
+
+def shares(run: Run) -> list[list[int]]:
+    """All shares that were ever decided upon, from the run's journal."""
+    return [
+        event["samples"]
+        for journal in read(run.path / "journal")
+        for event in journal.events
+        if event["name"] == "shares"
+    ]
+
+
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "data": (MLP, {"strategy.mesh": {"data": 4}}, 3),
+    "micro-batches": (MLP, {"strategy.mesh": {"data": 3}, "train.micro_batch": 9}, 2),
+    "groups": (BATCH_NORM, {"strategy.mesh": {"data": 3}, "train.group": 5}, 2),
+    "shard": (MLP, {"strategy.mesh": {"data": 2, "shard": 2}, "train.micro_batch": 12}, 3),
+    "pipeline": (MLP, {"strategy.mesh": {"data": 2, "pipeline": 2}}, 1),
+    "tensor": (MLP, {"strategy.mesh": {"data": 2, "tensor": 2}}, 3),
+    "islands": (MLP, {"strategy.islands": 2, "strategy.mesh": {"data": 2}}, 3),
+    "reads ahead": (MLP + AUGMENT, {"strategy.mesh": {"data": 3}}, 2),
+    "loaders": (MLP + AUGMENT, {"strategy.mesh": {"data": 2}, "data.loaders": 1}, 1),
+}
+"""Task, changes, and the slow worker, which has the last samples."""
+references: dict[str, list[float]] = {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_of_one_process(case: str, run_job: RunJob) -> None:
+    task, changes, slow = CASES[case]
+    if task not in references:
+        alone = {key: value for key, value in changes.items() if key == "train.group"}
+        references[task] = losses(trained(run_job, task, alone, slow=-1))
+    run = trained(run_job, task, {**changes, "strategy.stragglers": EVERY}, slow)
+    np.testing.assert_allclose(losses(run), references[task], rtol=2e-5)
+    decided = shares(run)
+    assert decided, "no share was ever changed"
+    assert all(sum(each) == BATCH and min(each) > 0 for each in decided)
+    assert decided[-1][-1] < 0.6 * max(decided[-1])
