@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -61,6 +61,10 @@ class Mesh:
     def place(self, *axes: str) -> int:
         """This worker's number along some axes together, the last one the fastest."""
         return self._place(self._coordinates(self.rank), axes)
+
+    def at(self, rank: int) -> Mesh:
+        """The same mesh as another process sees it."""
+        return replace(self, rank=rank)
 
     def peers(self, *axes: str) -> list[int]:
         """The ranks that differ from this one along `axes` only, itself among them, in the order of `place`."""

@@ -194,8 +194,8 @@ class Balance:
         now, then = (max(map(mul, self._pace, counts)) for counts in (former, shares))
         if then > WORTH * now:
             return None
-        current = next(known for known in reversed(self._known) if known.since <= self._next)
-        later = [known for known in self._known if known.since > self._next]
+        current = next(known for known in reversed(self._known) if known.since < self._next)
+        later = [known for known in self._known if known.since >= self._next]
         self._known = [current, *later, _Shares(since, weights)]
         return shares
 

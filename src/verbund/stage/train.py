@@ -30,6 +30,7 @@ from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
+from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
@@ -140,6 +141,7 @@ class _Training:
         self._reported_samples = self.samples
         self._validated = -1
         self._elastic = elastic(job)
+        self._slow = SlowWorkers(island.mesh, exchange is None, job.strategy.stragglers.rebalances)
 
     def meet(self, step: int | None) -> None:
         """Goes on together with those that have taken the places of lost workers, from the newest step that is done.
@@ -240,6 +242,7 @@ class _Training:
                     raise self._diverged(step)
                 self.step += 1
                 self.samples += sum(sizes)
+                self._notice_slow(step, sizes, sums)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
@@ -330,6 +333,12 @@ class _Training:
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self._write()
+
+    def _notice_slow(self, step: int, sizes: tuple[int, ...], sums: StepSums) -> None:
+        """Tells of workers that stay slower than the others."""
+        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
+            for text in self._slow.record(self.replica.balance.counts(step, sizes), sums.told):
+                self.worker.send("note", text=text)
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""
