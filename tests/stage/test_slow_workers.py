@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,21 @@ def inputs(batch):
         time.sleep(0.08 if slow() else 0.01)
     return batch["x"]
 """
+
+
+EVERYWHERE: dict[str, dict[str, Any]] = {
+    "islands that average": {"strategy.islands": 3, "strategy.exchange": {"name": "local_sgd", "every": 5}},
+    "servers": {"strategy.islands": 3, "strategy.exchange": "parameter_server"},
+}
+
+
+@pytest.mark.parametrize("how", EVERYWHERE)
+def test_the_summary_finds_it_under_any_strategy(how: str, run_job: Callable[..., Run]) -> None:
+    run = run_job(SLOW, {"train.steps": 30, **EVERYWHERE[how]})
+    found = run.summary["stragglers"]
+    (only,) = found["found"]
+    assert (only["rank"], only["cause"]) == (1, "compute")
+    assert found["lost_seconds"] == pytest.approx(0.07 * 27, rel=0.5)
 
 
 def test_a_run_tells_it(run_job: Callable[..., Run]) -> None:

@@ -185,7 +185,7 @@ class _Training:
                 if isinstance(item, Rest):
                     self._rest(item)
                     continue
-                self.journal.add("data", item.ticket, waited, time.monotonic_ns())
+                self.journal.add("communicate", item.ticket, waited, time.monotonic_ns())
                 self._train(item, batches)
         finally:
             self._to_read.put(None)
