@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from conftest import losses
+from conftest import MakeJob, losses, wait_for
+from processes import start_command, write_job
 from verbund.observe.journal import read
 from verbund.run import Run
 
@@ -21,7 +25,7 @@ from pathlib import Path
 @functools.cache
 def rank():
     # A worker's journal bears its process; others, which only try the model, have none.
-    for path in sorted(Path(__file__).parent.glob("run-*/journal/worker-*.jsonl")):
+    for path in sorted(Path(__file__).parent.glob("run*/journal/worker-*.jsonl")):
         with open(path) as lines:
             head = json.loads(next(lines))
         if head["pid"] == os.getpid():
@@ -51,27 +55,27 @@ def augment(batch, random):
     return {**batch, "x": batch["x"] + 0.1 * random.normal(12)}
 """
 STEPS, BATCH = 40, 97
+SETTINGS: dict[str, Any] = {
+    "train.steps": STEPS,
+    "train.global_batch": BATCH,
+    "train.optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+}
 EVERY = {"name": "rebalance", "every": 5}
 
 
+def task_of(task: str, slow: int) -> str:
+    """A task whose worker `slow` takes eight times as long as the others for a sample; -1: nobody takes any time."""
+    return task + SLOW.replace("SLOW_RANK", str(slow))
+
+
 def trained(run_job: RunJob, task: str, changes: dict[str, Any], slow: int = 3) -> Run:
-    changes = {
-        "train.steps": STEPS,
-        "train.global_batch": BATCH,
-        "train.optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-        **changes,
-    }
-    return run_job(task + SLOW.replace("SLOW_RANK", str(slow)), changes, rows=330)
+    return run_job(task_of(task, slow), {**SETTINGS, **changes}, rows=330)
 
 
-def shares(run: Run) -> list[list[int]]:
-    """All shares that were ever decided upon, from the run's journal."""
-    return [
-        event["samples"]
-        for journal in read(run.path / "journal")
-        for event in journal.events
-        if event["name"] == "shares"
-    ]
+def shares(run: Path) -> list[list[int]]:
+    """All shares that were ever decided upon, from a run's journal."""
+    events = (event for journal in read(run / "journal") for event in journal.events)
+    return [event["samples"] for event in events if event["name"] == "shares"]
 
 
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -97,7 +101,24 @@ def test_the_numbers_of_one_process(case: str, run_job: RunJob) -> None:
         references[task] = losses(trained(run_job, task, alone, slow=-1))
     run = trained(run_job, task, {**changes, "strategy.stragglers": EVERY}, slow)
     np.testing.assert_allclose(losses(run), references[task], rtol=2e-5)
-    decided = shares(run)
+    decided = shares(run.path)
     assert decided, "no share was ever changed"
     assert all(sum(each) == BATCH and min(each) > 0 for each in decided)
     assert decided[-1][-1] < 0.6 * max(decided[-1])
+
+
+def test_a_lost_worker_is_replaced(make_job: MakeJob, run_job: RunJob, tmp_path: Path) -> None:
+    """Who takes its place knows no speeds: all begin with even shares again."""
+    changes = {**SETTINGS, "train.steps": 60, "strategy.mesh": {"data": 3}, "strategy.stragglers": EVERY}
+    write_job(make_job, tmp_path, {**changes, "cluster.replacements": 5, "cluster.heartbeat": 0.2}, task_of(MLP, 2))
+    command = start_command(tmp_path)
+    folder = tmp_path / "run"
+    wait_for(lambda: shares(folder), "new shares", 60)
+    lost = next(journal.pid for journal in read(folder / "journal") if journal.role == "worker" and journal.rank == 1)
+    os.kill(lost, signal.SIGKILL)
+    _, errors = command.communicate(timeout=100)
+    assert command.returncode == 0, errors
+    assert errors.count("another process takes its place") == 1
+    alone = run_job(task_of(MLP, -1), {**SETTINGS, "train.steps": 60})
+    np.testing.assert_allclose(losses(Run.open(folder)), losses(alone), rtol=2e-5)
+    assert len(shares(folder)) > 1
