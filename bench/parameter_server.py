@@ -95,7 +95,7 @@ def work(folder: Path, megabytes: int, island: int, part: str) -> None:
     view = View(1, (Seat(f"unix:{folder}/server", 0),), ((0,),) * blocks, ((),) * blocks, (0, 0))
     client = Client(plan, island, 0, Views(view))
     if part == "wire":
-        client._outbox = None  # as if the server were on another host
+        client._lines._outbox = None  # as if the server were on another host
     sizes = [block.count for block in plan.blocks]
     gradients, values = (torch.split(torch.full((sum(sizes),), first), sizes) for first in (1e-3, 0.0))
     into = dict(enumerate(values))

@@ -1,4 +1,5 @@
-"""The README: its files, its commands and what it says they print. A block marked `sh` is run as it stands."""
+"""The README: its files, its commands and what it says they print. A block marked `sh` is run as it stands, one of the
+documents too."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from verbund.cluster.local import LocalCluster
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = [(match[1], match[2]) for match in re.finditer(r"^```(\w*)\n(.*?)^```$", TEXT, re.M | re.S)]
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Languages and contents of a document's blocks."""
+    return [(match[1], match[2]) for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)]
+
+
+BLOCKS = blocks(TEXT)
 
 
 def block(kind: str, words: str) -> str:
@@ -29,8 +37,11 @@ def block(kind: str, words: str) -> str:
 
 def commands() -> list[list[str]]:
     """The arguments of all commands in blocks to be run, in their order."""
-    lines = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines]
+    documents = [TEXT, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
+    lines = [
+        line for text in documents for kind, content in blocks(text) if kind == "sh" for line in content.splitlines()
+    ]
+    return [shlex.split(line) for line in dict.fromkeys(line.partition(" #")[0].strip() for line in lines)]
 
 
 @pytest.fixture

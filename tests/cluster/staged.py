@@ -114,6 +114,9 @@ class StagedCluster:
     def kill(self, process: Process) -> None:
         self.actors[process.pid].end(-9)
 
+    def suspended(self, process: Process) -> bool:
+        return False
+
     def abandon(self, processes: list[Process]) -> ClusterLost:
         self.abandoned += [process.spec.name for process in processes]
         return ClusterLost("abandoned")

@@ -104,7 +104,7 @@ def test_the_numbers_of_one_process(case: str, run_job: RunJob) -> None:
     decided = shares(run.path)
     assert decided, "no share was ever changed"
     assert all(sum(each) == BATCH and min(each) > 0 for each in decided)
-    assert decided[-1][-1] < 0.6 * max(decided[-1])
+    assert decided[-1][-1] < BATCH / len(decided[-1])  # by how much depends on what else the machine does
 
 
 def test_a_lost_worker_is_replaced(make_job: MakeJob, run_job: RunJob, tmp_path: Path) -> None:

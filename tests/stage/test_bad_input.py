@@ -29,7 +29,6 @@ TO_TARGET: dict[str, Any] = {"data.validation_fraction": 0.2, "validate.metrics"
         ({"strategy.mesh": {"data": -2}}, ["axis `data` has -2 workers"]),
         ({"strategy.mesh": {"dat": 2}}, ["no axis of a mesh", "`data`"]),
         ({"strategy.exchange": "dilocco"}, ["must be", "`diloco`"]),
-        ({"strategy.exchange": "federated"}, ["not available", "diloco"]),
         ({"strategy.exchange.every": 8}, ["`every`", "local_sgd and diloco", "`all_reduce`"]),
         ({"strategy.exchange": {"name": "local_sgd", "outer_lr": 0.3}}, ["`outer_lr`", "diloco"]),
         ({"strategy.exchange": {"name": "diloco", "every": 4, "delay": 4}}, ["`delay`", "less than"]),

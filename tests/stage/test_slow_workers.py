@@ -18,7 +18,7 @@ Told = Callable[[int, int], tuple[float, float]]
 def notes(told: Told, mesh: Mesh, steps: int = 300, joint: bool = True, samples: int = 8) -> list[str]:
     """What is said during steps of 0.1 s and more."""
     now = 0.0
-    slow = SlowWorkers(mesh, joint, clock=lambda: now)
+    slow = SlowWorkers(mesh, joint, range(mesh.world), clock=lambda: now)
     workers = mesh.size("islands", "data", "shard") if joint else mesh.size("data", "shard")
     found = []
     for step in range(steps):

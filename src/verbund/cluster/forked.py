@@ -14,6 +14,7 @@ from verbund.comm.rendezvous import Listener, Meeting
 from verbund.comm.wire import Connection, WireError
 from verbund.errors import ClusterLost
 from verbund.interrupts import Interrupts
+from verbund.job import Job
 
 # Modules whose import is what makes a start slow: they are imported once, while the job is still being checked.
 PRELOAD = ("torch", "verbund.stage.preload")
@@ -34,9 +35,11 @@ class ForkedCluster:
         self.scratch = scratch
         self._servers: list[WarmServer] = []
         self._epoll = select.epoll()
-        self._heard: set[int] = set()
+        self._heard: set[WarmServer] = set()
         """The servers whose descriptors the epoll has."""
         self._connected = False
+        self._former: dict[tuple[str, int], int] = {}
+        """The host where a process of that role and rank was started last."""
 
     @property
     def lost(self) -> ClusterLost | None:
@@ -46,6 +49,10 @@ class ForkedCluster:
     def placed(self, world: int) -> list[int]:
         """The host's number for each of so many workers."""
         return [0] * world
+
+    def settled(self, job: Job) -> Job:
+        """The job as it stands: its hosts are known."""
+        return job
 
     def check_shared(self, folders: Sequence[Path]) -> None:
         """Nothing to check on one machine."""
@@ -59,8 +66,13 @@ class ForkedCluster:
         """
         self._connect()
         deadline = time.monotonic() + timeout
-        # All say where they must run, or none does.
+        # All say where they must run, or none does; who takes another's place runs where that did.
         places = [spec.host for spec in specs if spec.host is not None] or self.placed(len(specs))
+        places = [
+            self._former.get((spec.role, spec.rank), place) if spec.life else place
+            for spec, place in zip(specs, places, strict=True)
+        ]
+        self._former |= {(spec.role, spec.rank): place for spec, place in zip(specs, places, strict=True)}
         roles = [spec.role for spec in specs]
         specs = [self._on_host(spec, places, roles, number) for number, spec in enumerate(specs)]
         pids = self._forked(specs, places, deadline)
@@ -82,7 +94,7 @@ class ForkedCluster:
                 late = ", ".join(spec.name for spec in waiting.values())
                 raise ClusterLost(f"not started within {timeout:.0f} s: {late}")
             self._drain()
-            if not _readable(self._listener, 0.05):
+            if not readable(self._listener, 0.05):
                 self._check_living(waiting, pids)
                 continue
             accepted = self._accepted()
@@ -90,7 +102,7 @@ class ForkedCluster:
                 continue
             connection, role, rank = accepted
             if (spec_ := waiting.pop((role, rank), None)) is None:
-                connection.close()
+                self._unexpected(connection, role, rank)
                 continue
             host, pid = pids[role, rank]
             process = Process(spec_, pid, connection, host)
@@ -109,6 +121,9 @@ class ForkedCluster:
 
     def kill(self, process: Process) -> None:
         self._servers[process.host].kill(process)
+
+    def suspended(self, process: Process) -> bool:
+        return self._servers[process.host].suspended(process)
 
     def abandon(self, processes: list[Process]) -> ClusterLost:
         """Gives up the wait for exits that warm servers do not report, and ends those; their children end with them."""
@@ -143,14 +158,18 @@ class ForkedCluster:
                 server.check_running()
             if time.monotonic() > deadline:
                 raise missing[0].late(WARM_SECONDS)
-            if _readable(self._listener, 0.05) and (accepted := self._accepted()):
+            if readable(self._listener, 0.05) and (accepted := self._accepted()):
                 connection, role, number = accepted
                 if role == "warm" and any(server.number == number for server in missing):
                     self._servers[number].connection = connection
                     self._epoll.register(connection, select.EPOLLIN)
-                    self._heard.add(number)
+                    self._heard.add(self._servers[number])
                 else:
-                    connection.close()
+                    self._unexpected(connection, role, number)
+
+    def _unexpected(self, connection: Connection, role: str, number: int) -> None:
+        """Somebody who knows the secret, and whom nobody waits for."""
+        connection.close()
 
     def _welcome(self) -> None:
         """All warm servers are connected; nothing has been asked of them yet."""
@@ -201,10 +220,11 @@ class ForkedCluster:
             self._unhear(server)
 
     def _unhear(self, server: WarmServer) -> None:
-        if server.lost is not None and server.number in self._heard and server.connection is not None:
-            self._heard.remove(server.number)
+        if server.lost is not None and server in self._heard and server.connection is not None:
+            self._heard.remove(server)
             self._epoll.unregister(server.connection)
 
 
-def _readable(listener: Listener, timeout: float) -> bool:
+def readable(listener: Listener, timeout: float) -> bool:
+    """Whether somebody waits to be accepted, within so many seconds."""
     return bool(select.select([listener], [], [], timeout)[0])

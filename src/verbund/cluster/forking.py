@@ -14,8 +14,7 @@ from typing import Any
 from verbund.cluster import host, worker
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
-from verbund.comm.parent import adopt_orphans, die_with_parent
-from verbund.comm.parent import children as living
+from verbund.comm.parent import adopt_orphans, die_with_parent, end_children
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Connection, WireError
 
@@ -120,14 +119,4 @@ def _end(children: dict[int, LastWords], grace: float) -> None:
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # a zombie at most: nobody else takes the children's pids
     # Helpers that clean up after their parent (multiprocessing's) get a moment for it.
-    killing = time.monotonic() + _ORPHAN_SECONDS
-    deadline = killing + _END_SECONDS
-    while (left := living()) and time.monotonic() < deadline:
-        _reaped(children)
-        if time.monotonic() > killing:
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-        time.sleep(0.005)
+    end_children(_ORPHAN_SECONDS, _END_SECONDS)

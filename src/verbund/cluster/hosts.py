@@ -6,22 +6,20 @@ import ipaddress
 import os
 import shlex
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verbund.cluster import host as hosts_
-from verbund.cluster.forked import PRELOAD, ForkedCluster
-from verbund.cluster.server import Host, WarmServer
+from verbund.cluster.forked import PRELOAD
+from verbund.cluster.server import Host
+from verbund.cluster.spread import SpreadCluster, break_after
+from verbund.cluster.started import StartedServer
 from verbund.comm.rendezvous import Meeting
 from verbund.errors import ClusterLost, InputError
 from verbund.job import Cluster, Job
-from verbund.placement import place
-
-_FACTS_SECONDS = 60.0
 
 
-class HostsCluster(ForkedCluster):
+class HostsCluster(SpreadCluster):
     """Starts a warm server on each host at once; `start` forks from them.
 
     Args:
@@ -35,12 +33,10 @@ class HostsCluster(ForkedCluster):
     def __init__(
         self, job: Job, scratch: Path, shared: Sequence[Path], preload: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        self._job = job
-        self._shared = [*shared, scratch]
         self.hosts = [_host(name, job.cluster) for name in job.cluster.hosts]
         away = next((host for host in self.hosts if host.command), self.hosts[0])
         self.address = hosts_.source_of(away.name, away.address)
-        super().__init__(Meeting.at(self.address, _break_after(job.cluster.lost_after)), scratch)
+        super().__init__(job, Meeting.at(self.address, break_after(job.cluster.lost_after)), scratch, shared)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
             "preload": [*PRELOAD, *preload],
@@ -48,61 +44,10 @@ class HostsCluster(ForkedCluster):
         }
         try:
             for number, host in enumerate(self.hosts):
-                self._servers.append(WarmServer(number, host, self.meeting, settings, environment))
+                self._servers.append(StartedServer(number, host, self.meeting, settings, environment))
         except ClusterLost:
             self.close()
             raise
-
-    def placed(self, world: int) -> list[int]:
-        """The host's number for each of so many workers."""
-        islands = self._job.strategy.islands
-        places = place(world, islands if world % islands == 0 else 1, len(self.hosts), self._job.cluster.slots)
-        if places is None:
-            raise InputError(f"too little room for {world} workers", where="cluster.slots")
-        return places
-
-    def free_memory(self) -> dict[str, int | None]:
-        """Of each host, as it told when it was reached."""
-        self._connect()
-        return {server.host.name: (server.facts or {}).get("free") for server in self._servers if server.host}
-
-    def check_shared(self, folders: Sequence[Path]) -> None:
-        """Checks that all hosts see these folders.
-
-        Raises:
-            InputError: if one does not; it names the host.
-        """
-        self._connect()
-        marks = {hosts_.mark(folder): folder for folder in folders}
-        try:
-            for server in self._servers:
-                answer = server.ask("shared", {"marks": [str(path) for path in marks]})
-                if unseen := answer.fields["missing"]:
-                    folder = marks[Path(unseen[0])]
-                    raise InputError(
-                        f"does not see what lies in {folder} on this machine",
-                        where=f"host {self.hosts[server.number].name}",
-                        fix="Job, converted data (`data.cache`) and run must have the same paths on all hosts: a "
-                        "shared file system",
-                    )
-        finally:
-            for path in marks:
-                hosts_.unmark(path)
-
-    def _welcome(self) -> None:
-        deadline = time.monotonic() + _FACTS_SECONDS
-        for server in self._servers:
-            while server.facts is None:
-                server.receive(deadline - time.monotonic(), f"{server.name} does not tell what is installed there")
-            hosts_.check(self.hosts[server.number].name, server.facts)
-        self._connected = True
-        self.check_shared(self._shared)
-
-
-def _break_after(lost_after: float) -> float:
-    """A connection breaks a little before silence counts as loss, so that the host is named and not one of its workers.
-    The kernel looks once a second, or six times, whichever is rarer."""
-    return max(0.5, min(0.8 * lost_after, lost_after - 1.2))
 
 
 def _host(name: str, settings: Cluster) -> Host:

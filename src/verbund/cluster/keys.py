@@ -55,11 +55,19 @@ class Keys:
                 self._compare_set(name, keys[0], message)
                 _send(connection, number, value=values.get(keys[0], arrays["expected"]))
             case "delete":
-                _send(connection, number, {"found": values.pop(keys[0], None) is not None})
+                former = values.pop(keys[0], None)
+                self._bytes -= len(keys[0]) + former.nbytes if former is not None else 0
+                _send(connection, number, {"found": former is not None})
             case "count":
                 _send(connection, number, {"count": len(values)})
             case other:
                 raise ValueError(f"a store cannot {other}")
+
+    def forget(self, name: str) -> None:
+        """Nobody asks a store for anything any more."""
+        values = self._values.pop(name, {})
+        self._waiting.pop(name, None)
+        self._bytes -= sum(len(key) + value.nbytes for key, value in values.items())
 
     def _compare_set(self, name: str, key: str, message: Message) -> None:
         expected, present = message.arrays["expected"], self._values[name].get(key)
@@ -68,7 +76,8 @@ class Keys:
 
     def _put(self, name: str, key: str, value: Array) -> None:
         values = self._values[name]
-        self._bytes += len(key) + value.nbytes
+        former = values.get(key)
+        self._bytes += value.nbytes + len(key) if former is None else value.nbytes - former.nbytes
         if len(values) >= _KEYS or self._bytes > _BYTES:
             raise ValueError(f"the store has more than {_KEYS} keys or {_BYTES} bytes")
         values[key] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from verbund.cluster.forked import PRELOAD, ForkedCluster
-from verbund.cluster.server import WarmServer
+from verbund.cluster.started import StartedServer
 from verbund.comm.rendezvous import Meeting
 from verbund.observe.memory import available_bytes
 
@@ -26,16 +26,13 @@ class LocalCluster(ForkedCluster):
         assert meeting.folder is not None
         super().__init__(meeting, meeting.folder)
         settings = {"orphan_grace": orphan_grace, "preload": [*PRELOAD, *preload]}
-        self._servers.append(WarmServer(0, None, self.meeting, settings, environment or {}))
+        self.server = StartedServer(0, None, self.meeting, settings, environment or {})
+        """The one warm server."""
+        self._servers.append(self.server)
 
     @property
     def address(self) -> None:
         """Nobody comes from elsewhere."""
-
-    @property
-    def server(self) -> WarmServer:
-        """The one warm server."""
-        return self._servers[0]
 
     def free_memory(self) -> dict[str, int | None]:
         """Of this machine."""

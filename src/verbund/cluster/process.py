@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from verbund.comm.wire import Connection
 from verbund.errors import ClusterLost
+from verbund.job import Job
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,17 @@ class Cluster(Protocol):
         """Why no process can be started any more, if so."""
         ...
 
+    def settled(self, job: Job) -> Job:
+        """The job with the hosts that there are; waits until there are enough of them for it.
+
+        Before each start: hosts that were lost have been replaced by others then.
+
+        Raises:
+            ClusterLost: if there are not, within `cluster.join_within`.
+            InputError: if the job cannot run on them.
+        """
+        ...
+
     def placed(self, world: int) -> list[int]:
         """The host's number for each of so many workers."""
         ...
@@ -138,6 +150,10 @@ class Cluster(Protocol):
 
     def kill(self, process: Process) -> None:
         """Ends a process that did not end by itself."""
+        ...
+
+    def suspended(self, process: Process) -> bool:
+        """Whether a process is known to be stopped by a signal; one of another machine never is."""
         ...
 
     def abandon(self, processes: list[Process]) -> ClusterLost:

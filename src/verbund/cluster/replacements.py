@@ -46,13 +46,11 @@ class Replacements:
         units: processes that can only go on together, e.g. the workers of an island; those in none are not replaced.
         budget: see there.
         tell: is told of each replacement: the new specs, and why.
-        joint: whether all units have done all once one says so, so that what one comes to is what all come to.
     """
 
     units: Sequence[Sequence[ProcessSpec]]
     budget: Budget
     tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
-    joint: bool = False
 
     def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
         """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""

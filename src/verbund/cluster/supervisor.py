@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verbund.cluster.keys import Keys
+from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
-from verbund.cluster.replacements import Replacements
+from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
@@ -26,6 +27,8 @@ _END_SECONDS = 1.0
 """How long processes get to end when another has failed."""
 _EXIT_SECONDS = 2.0
 """How long the news of a process's end may take."""
+_SUSPENDED_BEATS = 3
+"""Heartbeats after which a process that is known to be stopped counts as lost."""
 _STANDSTILL_SECONDS = 1.0
 """How late a turn of the supervisor's own loop may come before it blames itself."""
 
@@ -61,7 +64,9 @@ class _Watched:
     silence: tuple[ClusterLost, str] | None = None
     """That it gives no signs of life, and the words in it for what it did at its last one."""
     replaced: bool = False
-    """Another process takes its place: how it ends does not matter any more."""
+    """Another process takes its place, or none needs to: how it ends does not matter any more."""
+    leaves: bool = False
+    """The next era is without it."""
 
     @property
     def name(self) -> tuple[str, int]:
@@ -89,6 +94,8 @@ class Supervisor:
         handle: gets every message that is not about life and death (progress, checkpoints, …).
         interrupts: the first lets all processes finish their step, save and end; the second ends them at once.
         replacements: of processes that are lost; None: none is replaced, the others end too.
+        membership: of workers that come and go, so that what one comes to in the end is what all come to; None: they
+            do not.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class Supervisor:
         handle: Handle,
         interrupts: Interrupts | None = None,
         replacements: Replacements | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
@@ -109,20 +117,22 @@ class Supervisor:
         self._stop_sent = False
         self._lost = False
         self._replacements = replacements
+        self._membership = membership
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
         self._joint: tuple[float, dict[str, Any]] | None = None
         """When the first said that all is done, where that holds for all, and what it comes to."""
-        self._era = 0
-        """How often processes have taken the places of others: whoever exchanges with them meets anew."""
+        self.preempted: str | None = None
+        """The process that its machine has asked to end, where all end for that, to begin again."""
         self._ending: float | None = None
         """Until when the others may end by themselves, after a failure."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
     def run(self, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
-        """Starts the processes and waits for all to end; their results in the order of `specs`.
+        """Starts the processes and waits for all to end; their results in the order of `specs`, or the one that all
+        came to.
 
         Raises:
             Failed: with the first cause, after everything has ended.
@@ -146,6 +156,8 @@ class Supervisor:
         if self._failures:
             raise Failed(self._ordered())
         results = {w.name: w.result or {} for w in self._watched.values() if not w.replaced}
+        if self._joint is not None:
+            return [self._joint[1]]
         return [results[spec.role, spec.rank] for spec in specs]
 
     def _start(self, specs: list[ProcessSpec]) -> list[Process]:
@@ -170,6 +182,7 @@ class Supervisor:
                 self._stop_sent = True
                 self.tell_all("stop")
             self._start_replacements(selector)
+            self._change_members(selector)
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -205,18 +218,26 @@ class Supervisor:
         elif message.kind == "done":
             watched.result = dict(message.fields["result"] or {})
             watched.over = watched.heard
-            if self._joint is None and self._replacements is not None and self._replacements.joint:
+            if watched.leaves:
+                watched.replaced = True
+            elif self._joint is None and self._membership is not None and not watched.replaced:
                 self._joint = (watched.heard, watched.result)
         elif message.kind == "failed":
             watched.failed = True
             watched.over = watched.heard
             fields = message.fields
-            if self._matters(watched):  # else it is a consequence
+            if self._membership is not None and (watched.leaves or self._only_joins(watched)):
+                self._lose(watched, ClusterLost(f"{watched.process.spec.name} failed: {fields['error']['what']}"))
+            elif self._matters(watched):  # else it is a consequence
                 self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
-        else:
+        elif message.kind == "leaving":
+            self._leave(watched)
+        elif not watched.replaced:  # who was given up on has no say any more
             try:
                 if message.kind == "store":
                     self._keys.answer(watched.process.connection, message)
+                elif message.kind in ("ready", "met") and self._membership is not None:
+                    self._hear_member(watched, message)
                 else:
                     self._handle(watched.process, message)
             except Exception as error:
@@ -250,6 +271,9 @@ class Supervisor:
         if self._joint is not None:
             watched.result = self._joint[1]  # only its last words are missing
             return
+        if self._membership is not None:
+            self._lose_member(watched, error)
+            return
         fresh = self._replacement(watched.process.spec, watched, error)
         if fresh is None:
             return
@@ -269,19 +293,22 @@ class Supervisor:
         budget = self._replacements
         fresh = budget.of(lost, error.what) if budget is not None else None
         if fresh is None:
-            if budget is not None and budget.budget.spent:
-                limits = budget.budget
-                times = f"{limits.limit} loss{'es' * (limits.limit > 1)}"
-                error.what += f"; {times} within {limits.window:g} s had been survived before"
+            if budget is not None:
+                _say_spent(error, budget.budget)
             self._fail(watched, error, secondary=False)
             return None
-        # They share their hosts with as many as those before them.
-        former = {w.name: w.process.spec for w in self._watched.values()}
-        shares = [former[spec.role, spec.rank] for spec in fresh]
-        return [
-            replace(spec, place=share.place, neighbours=share.neighbours)
-            for spec, share in zip(fresh, shares, strict=True)
-        ]
+        return [self._placed(spec) for spec in fresh]
+
+    def _placed(self, spec: ProcessSpec) -> ProcessSpec:
+        """Where it runs: with as many others on its host as the one before it, or where there are fewest of them."""
+        watched = [w for w in self._watched.values() if w.process.spec.role == spec.role]
+        former = next((w.process for w in reversed(watched) if w.name == (spec.role, spec.rank)), None)
+        if former is not None:
+            place, neighbours = former.spec.place, former.spec.neighbours
+            return replace(spec, host=former.host, place=place, neighbours=neighbours)
+        hosts = [w.process.host for w in watched if not w.replaced]
+        fewest = min(sorted(set(hosts)), key=hosts.count)
+        return replace(spec, host=fewest, place=hosts.count(fewest), neighbours=hosts.count(fewest) + 1)
 
     def _matters(self, watched: _Watched) -> bool:
         """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""
@@ -294,22 +321,81 @@ class Supervisor:
         if not ready:
             return
         self._starting = [fresh for fresh in self._starting if fresh not in ready]
-        self._era += 1
-        era = {"era": self._era}
         try:
-            processes = self._start([replace(s, settings={**s.settings, **era}) for fresh in ready for s in fresh])
+            processes = self._start([spec for fresh in ready for spec in fresh])
         except ClusterLost as error:
             for fresh in ready:
                 if (again := self._replacement(fresh[0], None, error)) is None:
                     return
                 self._starting.append(again)
             return
+        self._watch(processes, selector)
+
+    def _watch(self, processes: list[Process], selector: selectors.BaseSelector) -> None:
         for process in processes:
             watched = self._watched[process.key] = _Watched(process, time.monotonic())
             selector.register(process.connection, selectors.EVENT_READ, watched)
             if self._stop_sent:
                 self._tell(watched, "stop")
-        self.tell_all("regroup", **era)
+
+    # -- workers that come and go ----------------------------------------------------------------------------------
+
+    def _only_joins(self, watched: _Watched) -> bool:
+        """Whether it is started and has no place yet."""
+        membership, rank = self._membership, watched.process.spec.rank
+        return membership is not None and not watched.replaced and not membership.is_member(rank)
+
+    def _lose_member(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
+        membership = self._membership
+        assert membership is not None
+        left, watched.replaced = watched.leaves, True
+        if watched.exit is None:
+            self._kill(watched)
+        # What its peers say of its end is a consequence.
+        self._failures = [failure for failure in self._failures if not failure.secondary]
+        if not left and not membership.lost(watched.process.spec.rank, error.what, charged):
+            _say_spent(error, membership.budget)
+            self._fail(watched, error, secondary=False)
+
+    def _leave(self, watched: _Watched) -> None:
+        """A process was asked by its machine to end."""
+        if self._stop_sent or self._joint is not None or not self._matters(watched) or watched.result is not None:
+            return
+        if self._membership is not None:
+            if not self._membership.leave(watched.process.spec.rank):
+                self._lose_member(watched, ClusterLost(f"{watched.process} was asked to end"), charged=False)
+        elif self.preempted is None:
+            self.preempted = watched.process.spec.name
+            self.tell_all("stop")
+
+    def _hear_member(self, watched: _Watched, message: Message) -> None:
+        assert self._membership is not None
+        rank = watched.process.spec.rank
+        if message.kind == "ready":
+            self._membership.ready(rank)
+        else:
+            self._membership.met(rank, int(message.fields["era"]))
+
+    def _change_members(self, selector: selectors.BaseSelector) -> None:
+        """Tells of a new era, if there is one, and starts whoever is to join."""
+        membership = self._membership
+        if membership is None or self._failures or self._joint is not None:
+            return
+        membership.closing = self._stop_sent
+        if (change := membership.change()) is not None:
+            era, gone = change
+            for watched in self._watched.values():
+                watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
+            self._keys.forget(f"era {era.number - 2}")
+            self.tell_all("regroup", era=era.number, members=list(era.members))
+        for spec in membership.due():
+            try:
+                self._watch(self._start([self._placed(spec)]), selector)
+            except ClusterLost as error:
+                if not membership.lost(spec.rank, error.what):
+                    _say_spent(error, membership.budget)
+                    self._fail(None, error, secondary=False)
+                return
 
     def _end_latecomers(self) -> None:
         """Ends those that were started when the others were done, and whom they wait for in vain."""
@@ -319,8 +405,10 @@ class Supervisor:
         since, result = self._joint
         passed = time.monotonic() - since
         for watched in self._watched.values():
-            # Of what it does now it has told since then.
+            # Of what it does now it has told since then. Nobody needs one that has none of what was trained.
             meets = watched.doing == MEETING and passed > 2 * self._limits.heartbeat
+            if self._membership is not None and not watched.leaves:
+                meets |= not self._membership.holds(watched.process.spec.rank)
             if watched.result is None and not watched.replaced and (meets or passed > self._limits.stop_grace):
                 watched.result = result
                 self._kill(watched)
@@ -397,8 +485,7 @@ class Supervisor:
         living = [w for w in self._watched.values() if w.exit is None and w.result is None and self._matters(w)]
         for watched in living:
             silent = now - watched.heard
-            # A process gives signs of life from when it has loaded task and data, which may take as long as a step.
-            if silent > (self._limits.lost_after if watched.beaten else self._limits.step_deadline):
+            if silent > self._patience(watched):
                 last = f"{watched.doing} (step {watched.step})"
                 error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
                 watched.silence = error, last
@@ -424,6 +511,17 @@ class Supervisor:
                 secondary=False,
             )
 
+    def _patience(self, watched: _Watched) -> float:
+        """How long a process may give no sign of life, in seconds."""
+        # It gives them from when it has loaded task and data, which may take as long as a step.
+        if not watched.beaten:
+            return self._limits.step_deadline
+        soon = _SUSPENDED_BEATS * self._limits.heartbeat
+        silent = time.monotonic() - watched.heard
+        if soon < silent < self._limits.lost_after and self._cluster.suspended(watched.process):
+            return soon
+        return self._limits.lost_after
+
     def _fail(self, watched: _Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
         name = watched.process.spec.name if watched else "supervisor"
         self._failures.append(Failure(name, time.monotonic(), error, secondary, trace))
@@ -443,3 +541,10 @@ class Supervisor:
             watched.process.connection.send(kind, fields)
         except WireError:
             return  # its exit is on the way
+
+
+def _say_spent(error: ClusterLost, budget: Budget) -> None:
+    """Says of a loss that ends a run how many others it had survived."""
+    if budget.limit and budget.spent:
+        times = f"{budget.limit} loss{'es' * (budget.limit > 1)}"
+        error.what += f"; {times} within {budget.window:g} s had been survived before"

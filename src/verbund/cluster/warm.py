@@ -23,6 +23,10 @@ def main() -> None:
     # OpenMP's threads spin while they wait, which brings work to a halt as soon as somebody else needs a core.
     os.environ.update({**asked["environment"], "GOMP_SPINCOUNT": "2000", **os.environ})
     os.environ.update({"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    if "parent" in asked:
+        from verbund.comm.parent import die_with_parent
+
+        die_with_parent(asked["parent"])
     from verbund.cluster.forking import serve
 
     serve(asked)

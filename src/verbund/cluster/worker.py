@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from verbund.cluster.last_words import LastWords
+from verbund.cluster.membership import Era
 from verbund.cluster.process import ProcessSpec
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Array, Closed, Connection, Deadline, Message, WireError
@@ -21,6 +22,10 @@ from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text
 
 _TURN = 0.02
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+class Dismissed(Exception):
+    """This worker is no member of the newest era: its work is done."""
 
 
 class Worker:
@@ -41,8 +46,10 @@ class Worker:
         """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
-        self.era = int(spec.settings.get("era", 0))
-        """Rises whenever processes have taken the places of others."""
+        self.joins = bool(spec.settings.get("joins"))
+        """Whether the others have begun without it."""
+        self.era = Era(-1, ()) if self.joins else Era(0, tuple(range(spec.world)))
+        """The newest membership that this worker knows of."""
         self._regrouped = threading.Condition()
         self._connection = connection
         self._asked: dict[int, queue.SimpleQueue[Message | None]] = {}
@@ -81,9 +88,18 @@ class Worker:
             self.stopping = True
 
     def later_era(self, than: int, timeout: float) -> bool:
-        """Waits until processes have taken the places of others again; whether they have, within so many seconds."""
+        """Waits for an era after that of number `than`, and who joins for one of which it is a member; whether it has
+        come, within so many seconds."""
+
+        def come() -> bool:
+            return self.era.number > than and (not self.joins or self.spec.rank in self.era.members)
+
         with self._regrouped:
-            return self._regrouped.wait_for(lambda: self.era > than or self.orphaned, timeout) and not self.orphaned
+            return self._regrouped.wait_for(lambda: come() or self.orphaned, timeout) and not self.orphaned
+
+    def leave(self) -> None:
+        """Tells the supervisor that this process was asked to end. For a signal's handler: the line may be in use."""
+        threading.Thread(target=self.send, args=("leaving",), daemon=True).start()
 
     def ask_in(self, era: int) -> Callable[[str, dict[str, Any], dict[str, Array], float], Message]:
         """`ask` that waits only as long as the era lasts."""
@@ -120,7 +136,7 @@ class Worker:
 
     def _answered(self, answers: queue.SimpleQueue[Message | None], timeout: float, era: int | None) -> Message | None:
         until = time.monotonic() + timeout
-        while era is not None and era == self.era and time.monotonic() < until:
+        while era is not None and era == self.era.number and time.monotonic() < until:
             try:
                 return answers.get(timeout=_TURN)
             except queue.Empty:
@@ -147,7 +163,7 @@ class Worker:
                 self.stopping = True
             elif message.kind == "regroup":
                 with self._regrouped:
-                    self.era = max(self.era, int(message.fields["era"]))
+                    self.era = Era(int(message.fields["era"]), tuple(map(int, message.fields["members"])))
                     self._regrouped.notify_all()
             elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:
@@ -184,7 +200,7 @@ def run(meeting: Meeting, spec: ProcessSpec, last_words: LastWords) -> NoReturn:
             last_words.write(f"connecting ({error})", 0)
             os._exit(status)
         worker = Worker(meeting, spec, connection, last_words)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
+        signal.signal(signal.SIGTERM, lambda *_: worker.leave())
         status = _guarded(worker, spec)
     except BaseException:
         traceback.print_exc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -37,3 +38,22 @@ def children() -> list[int]:
             return [int(word) for word in file.read().split()]
     except OSError:
         return []
+
+
+def end_children(grace: float = 0.0, seconds: float = 5.0) -> None:
+    """Kills this process's children after a moment, adopted ones among them, and waits until they are gone.
+
+    Args:
+        grace: seconds that they get to end by themselves.
+        seconds: after which the wait ends, whoever is left.
+    """
+    killing = time.monotonic() + grace
+    deadline = killing + seconds
+    while (left := children()) and time.monotonic() < deadline:
+        for pid in left:
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() >= killing:
+                    os.kill(pid, signal.SIGKILL)
+            except (ChildProcessError, ProcessLookupError):
+                continue
+        time.sleep(0.005)

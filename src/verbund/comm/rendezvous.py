@@ -62,10 +62,10 @@ class Meeting:
         return Meeting(f"unix:{_socket(folder)}", folder)
 
     @staticmethod
-    def at(host: str, lost_after: float) -> Meeting:
-        """One over the network, at this machine's address `host`, with a secret of its own."""
+    def at(host: str, lost_after: float, port: int = 0, secret: Secret | None = None) -> Meeting:
+        """One over the network, at this machine's address `host`, with a secret of its own unless one is given."""
         written = f"[{host}]" if ":" in host else host
-        return Meeting(f"tcp:{written}:0", secret=Secret.create(), lost_after=lost_after)
+        return Meeting(f"tcp:{written}:{port}", secret=secret or Secret.create(), lost_after=lost_after)
 
     def record(self) -> dict[str, Any]:
         """The meeting as plain values, its secret among them: only for what nobody else can read."""

@@ -12,6 +12,8 @@ from verbund.job.cluster import Cluster
 from verbund.job.compression import CASTS, Compression
 from verbund.job.data import Data
 from verbund.job.exchange import Exchange
+from verbund.job.federated import Partition, Rule
+from verbund.job.federated_privacy import Privacy, Secure
 from verbund.job.job import Job
 from verbund.job.observe import Observe
 from verbund.job.optimizer import Group, Optimizer, Schedule
@@ -34,9 +36,13 @@ __all__ = [
     "Objective",
     "Observe",
     "Optimizer",
+    "Partition",
     "Patience",
+    "Privacy",
+    "Rule",
     "Schedule",
     "Section",
+    "Secure",
     "Stragglers",
     "Strategy",
     "Target",

@@ -57,16 +57,23 @@ def parse_strategy(text: str) -> dict[str, Any]:
 
 
 def parse_cluster(text: str) -> dict[str, Any]:
-    """`local`, `hosts`, or `hosts=10.0.0.1,10.0.0.2` as changes of the cluster. Hosts that are named take even shares.
+    """`KIND` or `KIND=WHAT` as changes of the cluster: `hosts=10.0.0.1,10.0.0.2`, which take even shares;
+    `external=10.0.0.1:29170`, where the command listens; `ray=10.0.0.1:6379`, the Ray cluster.
 
     Raises:
         InputError: on names that belong to no kind.
     """
     kind, equals, names = (part.strip() for part in text.partition("="))
     changes: dict[str, Any] = {"cluster.kind": kind}
-    if equals:
-        hosts = [name.strip() for name in names.split(",") if name.strip()]
-        if kind != "hosts" or not hosts:
-            raise InputError(f"`{text}` is no cluster", where="--cluster", fix="E.g. local, hosts or hosts=NAME,NAME")
-        changes |= {"cluster.hosts": hosts, "cluster.slots": None}
-    return changes
+    if not equals:
+        return changes
+    hosts = [name.strip() for name in names.split(",") if name.strip()]
+    match kind:
+        case "hosts" if hosts:
+            return changes | {"cluster.hosts": hosts, "cluster.slots": None}
+        case "external" if names:
+            return changes | {"cluster.listen": names}
+        case "ray" if names:
+            return changes | {"cluster.address": names}
+    fix = "E.g. local, hosts, hosts=NAME,NAME, external, external=HOST:PORT, ray or ray=HOST:PORT"
+    raise InputError(f"`{text}` is no cluster", where="--cluster", fix=fix)

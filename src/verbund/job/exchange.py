@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from verbund.job.compression import Compression
+from verbund.job.federated import Partition, Rule, Share, exchange_problems
 from verbund.job.section import Positive, Section
 
 
@@ -18,7 +19,9 @@ class Exchange(Section):
     """`all_reduce`: gradients are added up in every step, as along the axis `data`. `local_sgd`: islands train alone
     and average their parameters every so many steps. `diloco`: every so many steps an outer optimiser with Nesterov
     momentum steps along the averaged difference of the parameters. `parameter_server`: processes of their own hold the
-    parameters; islands pull them and push gradients. `federated` is not available in this version."""
+    parameters; islands pull them and push gradients. `federated`: clients train on what only they have, and a server
+    makes new parameters of what they have learnt; `train.steps` counts its rounds, a step of `train.optimizer` with
+    `train.global_batch` samples is a client's own, and an epoch has as many rounds as let each client train once."""
     every: Positive | None = None
     """local_sgd, diloco: steps between two exchanges; default 16 and 64."""
     adaptive: bool = False
@@ -42,9 +45,10 @@ class Exchange(Section):
     """parameter_server: processes that hold the parameters, each a part of them."""
     consistency: Literal["bulk_synchronous", "bounded_staleness", "asynchronous"] = "bulk_synchronous"
     """parameter_server: `bulk_synchronous`: the islands share every global batch, and its step is taken when all have
-    pushed: the result is that of one process. `bounded_staleness`: so too, but an island may be up to `staleness` steps
-    ahead of what it has pulled. `asynchronous`: each island computes whole global batches, and what it pushes is a
-    step at once: nobody waits for anybody."""
+    pushed: the result is that of one process. `bounded_staleness`: they share it too, but each share is a step at once,
+    by its part of the learning rate, and an island waits only for those that are more than `staleness` global batches
+    behind. `asynchronous`: each island computes whole global batches, and what it pushes is a step at once: nobody
+    waits for anybody."""
     staleness: Positive | None = None
     """parameter_server, bounded_staleness: the bound; default 3."""
     backup: Annotated[int, Field(ge=0)] = 0
@@ -67,11 +71,22 @@ class Exchange(Section):
     block_bytes: Annotated[int, Field(ge=1024, le=1 << 28)] = 1 << 20
     """parameter_server: tensors are cut into runs of rows of at most so many bytes, which the servers divide."""
 
+    clients: Positive | None = None
+    """federated: how many clients there are, in a simulation; with `partition` `column` its values say that."""
+    cohort: Positive | Share = 1.0
+    """federated: clients that train in a round, or their share of all. Which ones is a function of seed and round."""
+    local_epochs: Positive | None = None
+    """federated: times that a client goes through its samples in a round; default 1."""
+    local_steps: Positive | None = None
+    """federated: optimiser steps of a client in a round, instead of `local_epochs`."""
+    rule: Annotated[Rule, Field(examples=["fedadam", {"name": "fedprox", "proximal": 0.1}])] = Rule()
+    """federated: how updates become new parameters."""
+    partition: Annotated[Partition, Field(examples=["iid", {"name": "dirichlet", "alpha": 0.3}])] = Partition()
+    """federated, in a simulation: which client has which samples."""
+
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
         problems = []
-        if self.name == "federated":
-            problems.append(f"exchange `federated` is not available in this version; there are {', '.join(_READY)}")
         for key in sorted(self.model_fields_set - {"name"}):
             if self.name not in (for_ := _KEYS[key]) and getattr(self, key) != type(self).model_fields[key].default:
                 problems.append(
@@ -85,6 +100,8 @@ class Exchange(Section):
             problems.append("`adaptive` goes with neither `fragments` nor `delay`")
         if self.served:
             problems += self._server_problems()
+        if self.federated:
+            problems += exchange_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -107,6 +124,15 @@ class Exchange(Section):
     def served(self) -> bool:
         """Whether servers hold the parameters."""
         return self.name == "parameter_server"
+
+    @property
+    def federated(self) -> bool:
+        """Whether clients train on what only they have."""
+        return self.name == "federated"
+
+    def cohort_size(self, clients: int) -> int:
+        """federated: how many of so many clients train in a round."""
+        return self.cohort if isinstance(self.cohort, int) else max(round(self.cohort * clients), 1)
 
     @property
     def divided(self) -> bool:
@@ -134,12 +160,12 @@ class Exchange(Section):
         return self.mixing if self.mixing is not None else 0.5 if self.delay else 0.0
 
 
-_READY = ("all_reduce", "local_sgd", "diloco", "parameter_server")
 _LOCAL = ("local_sgd", "diloco")
 _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
+    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition"), ("federated",)),
     **dict.fromkeys(
         (
             "servers",

@@ -15,6 +15,7 @@ from verbund.errors import JobError, Problem
 from verbund.job.checkpoint import Checkpoint
 from verbund.job.cluster import Cluster
 from verbund.job.data import Data
+from verbund.job.federated import job_problems
 from verbund.job.observe import Observe
 from verbund.job.problems import problems, section_at, shown
 from verbund.job.section import Section
@@ -76,6 +77,10 @@ class Job(Section):
                 "`train.batch_norm` `global` needs each worker's share in one forward pass, and `strategy.stragglers` "
                 "`rebalance` makes some shares larger: leave out `train.micro_batch`"
             )
+        if self.strategy.exchange.federated:
+            problems += job_problems(self.strategy.exchange, train, self.strategy.mesh, self.strategy.islands)
+            if self.data.loaders:
+                problems.append("`data.loaders` cannot know what clients read: leave it at 0")
         if self.strategy.islands > train.global_batch:
             problems.append(
                 f"a global batch of {train.global_batch} samples cannot be shared by {self.strategy.islands} islands: "
@@ -121,7 +126,7 @@ class Job(Section):
 
     def _placement_problems(self) -> list[str]:
         cluster, strategy = self.cluster, self.strategy
-        if cluster.kind != "hosts" or strategy.world < 1:
+        if not cluster.spread or not cluster.hosts or strategy.world < 1:
             return []
         places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
         if places is None:
@@ -213,10 +218,14 @@ class Job(Section):
         return several and self.cluster.trusted_network is None
 
     @property
+    def _spread(self) -> bool:
+        return self.cluster.spread and bool(self.cluster.hosts)
+
+    @property
     def _places(self) -> list[int]:
         """The host of each worker."""
         cluster, islands = self.cluster, self.strategy.islands
-        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if cluster.kind == "hosts" else None
+        places = place(self.world, islands, len(cluster.hosts), cluster.slots) if self._spread else None
         return places or [0] * self.world
 
 

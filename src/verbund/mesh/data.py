@@ -160,8 +160,9 @@ class GradientSums:
         if group.world > 1:
             self._cut(tail)
 
-    def regroup(self, group: Group) -> None:
-        """From now on gradients are added up with these workers; what was under way is forgotten."""
+    def regroup(self, group: Group, slots: int = 0) -> None:
+        """From now on gradients are added up with these workers, who tell each other so many numbers; what was under
+        way is forgotten."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -169,7 +170,11 @@ class GradientSums:
         self._group = group
         for parameter in self._parameters:
             parameter.grad = None
-        self._cut(self._numbers.numel())
+        if group.world > 1:
+            self._numbers = self._numbers.new_zeros(self._numbers.numel() - self._head + _NUMBERS + slots)
+        self._head = _NUMBERS + slots
+        if group.world > 1:
+            self._cut(self._numbers.numel())
 
     @property
     def buckets(self) -> int:

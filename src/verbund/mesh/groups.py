@@ -94,6 +94,11 @@ class Groups:
                 found[int(island) * len(rows) + place][name] = array
         return found
 
+    def leave(self) -> None:
+        """Closes all connections to the peers; whatever is under way with them breaks off."""
+        for group in self._collective:
+            group.close()
+
     def notes(self) -> list[str]:
         """What the groups have for the user; each comes from the first member of its group."""
         return list(dict.fromkeys(g.note for g in self._collective if g.note is not None and g.rank == 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -152,9 +153,8 @@ class Replica:
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
         self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
         """How an island's share of a global batch is divided, if all workers have even shares."""
-        joint = not job.strategy.exchange.local
-        lead = job.data.prefetch * (job.data.loaders + 1) + _PLANNED
-        self.balance = Balance(mesh, self.division, job.strategy.stragglers, joint, lead)
+        self._lead = job.data.prefetch * (job.data.loaders + 1) + _PLANNED
+        self.balance = self._balanced()
         """Who has which samples."""
         self._busy = OwnSeconds(speaks=mesh.place("tensor", "pipeline") == 0)
         synchronised: batch_statistics.Synchronised | None = None
@@ -206,10 +206,23 @@ class Replica:
     def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
 
-    def regroup(self, groups: Groups) -> None:
-        """Exchanges with these peers from now on, of the same mesh, which does not divide the model."""
-        self.groups = groups
-        self._sums.regroup(groups.data)
+    def regroup(self, mesh: Mesh, groups: Groups) -> None:
+        """Shares the samples with these peers from now on.
+
+        Args:
+            mesh: as before, one that does not divide the model.
+            groups: of it.
+        """
+        self.mesh, self.groups = mesh, groups
+        self.state = replace(self.state, mesh=mesh)
+        self.division = replace(self.division, workers=mesh.size("data", "shard"))
+        self._summing = mesh.peers("islands", "data")
+        self.balance = self._balanced()
+        self._sums.regroup(groups.data, TOLD * self.balance.workers)
+
+    def _balanced(self) -> Balance:
+        joint = not self.strategy.exchange.local
+        return Balance(self.mesh, self.division, self.strategy.stragglers, joint, self._lead)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""
@@ -311,8 +324,22 @@ class Replica:
         with self._busy.blocked():
             return norm(self.divided.trained, self.groups.replica)
 
-    def update(self, step: int, sizes: Sequence[int], sums: StepSums, total_steps: int | None) -> bool:
+    def update(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        correct: Callable[[], None] | None = None,
+    ) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
+
+        Args:
+            step: that the learning rate is of.
+            sizes: the samples of each island's share.
+            sums: of the step's gradients.
+            total_steps: of the training, if known.
+            correct: changes the gradients before they are used.
 
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
@@ -324,6 +351,8 @@ class Replica:
             gradients = self._sums.gradients()
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
+            if correct is not None:
+                correct()
             schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
             self.optimizer.step()
             if self.ema is not None:

@@ -279,6 +279,19 @@ class Journal:
         return True
 
 
+class Unrecorded(Journal):
+    """Takes what is measured, and keeps nothing: for what is recorded as a whole by whoever asked for it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, kind: str, step: int, start: int, end: int) -> None:
+        """Nothing."""
+
+    def collective(self, step: int, index: int, arrival: int, blocked: int, done: int) -> None:
+        """Nothing."""
+
+
 def _plain(value: Any) -> Any:
     """A value that JSON does not know: numpy's and torch's numbers as Python's, all else as text."""
     item = getattr(value, "item", None)

@@ -54,10 +54,6 @@ class OwnTime:
         values = getattr(self, what)
         return float(values.mean()) if len(values) else 0.0
 
-    def at(self, steps: Ints) -> Floats:
-        """`own` in some of its steps."""
-        return self.own[np.searchsorted(self.steps, steps)]
-
 
 def own_times(lives: Sequence[Life]) -> list[OwnTime]:
     """Of the workers of a generation that did a step, in their order."""
@@ -67,14 +63,6 @@ def own_times(lives: Sequence[Life]) -> list[OwnTime]:
         if len(mine.steps):
             by_who[life.who].append(mine)
     return [_joined(by_who[who]) for who in sorted(by_who)]
-
-
-def common_steps(workers: Sequence[OwnTime]) -> Ints:
-    """The steps that all of them did."""
-    steps = workers[0].steps
-    for worker in workers[1:]:
-        steps = np.intersect1d(steps, worker.steps, assume_unique=True)
-    return steps
 
 
 def _own(life: Life) -> OwnTime:

@@ -24,7 +24,7 @@ import numpy as np
 
 from verbund.observe.events import EXCHANGES, PART_BITS
 from verbund.observe.journal import Floats, Ints
-from verbund.observe.own_time import OwnTime, common_steps, own_times
+from verbund.observe.own_time import OwnTime, own_times
 from verbund.observe.thinning import eras, factors
 from verbund.observe.timeline import Life, Timeline, Who
 
@@ -113,29 +113,45 @@ def _losses(workers: Sequence[OwnTime], settings: Mapping[str, Any]) -> Iterator
         together = [workers[first : first + size] for first in range(0, len(workers), size)]
     found = eras(worker.life.journal for worker in workers)
     for members in together:
-        steps = common_steps(members)
-        yield from _charged(members, np.stack([worker.at(steps) for worker in members]), factors(steps, found))
+        steps, own = _side_by_side(members)
+        yield from _charged(members, own, factors(steps, found))
     if alone and len(together) > 1:
-        steps = common_steps(workers)
+        steps = np.unique(np.concatenate([worker.steps for worker in workers]))
         rounds, factor = _rounds(workers[0], steps), factors(steps, found)
-        each = [np.max([worker.at(steps) for worker in members], axis=0) * factor for members in together]
         slowest = [max(members, key=lambda worker: float(worker.own.sum())) for members in together]
-        own: Floats = np.stack([np.bincount(rounds, seconds).astype(np.float64) for seconds in each])
+        each = [np.nan_to_num(_at(members, steps)).max(axis=0) * factor for members in together]
+        own = np.stack([np.bincount(rounds, seconds).astype(np.float64) for seconds in each])
         yield from _charged(slowest, own, np.ones(own.shape[1]))
+
+
+def _side_by_side(workers: Sequence[OwnTime]) -> tuple[Ints, Floats]:
+    """The steps that any of them did, and `own` of each in each, NaN where it took no part; shape [workers, steps]."""
+    steps = np.unique(np.concatenate([worker.steps for worker in workers]))
+    return steps, _at(workers, steps)
+
+
+def _at(workers: Sequence[OwnTime], steps: Ints) -> Floats:
+    own = np.full((len(workers), len(steps)), np.nan)
+    for row, worker in zip(own, workers, strict=True):
+        row[np.searchsorted(steps, worker.steps)] = worker.own
+    return own
 
 
 def _charged(workers: Sequence[OwnTime], own: Floats, factor: Floats) -> Iterator[tuple[Who, float]]:
     """What each lost the others.
 
     Args:
-        own: seconds, shape [workers, steps].
+        own: seconds, shape [workers, steps]; NaN where one took no part.
         factor: how many steps each of those stands for.
     """
-    if len(workers) < 2 or not own.shape[1]:
+    several = np.isfinite(own).sum(axis=0) > 1
+    own, factor = own[:, several], factor[several]
+    if not own.shape[1]:
         return
-    median = np.sort(own, axis=0)[(len(workers) - 1) // 2]
-    late = (own.max(axis=0) - median) * factor
-    for number, seconds in enumerate(np.bincount(own.argmax(axis=0), late, minlength=len(workers)).tolist()):
+    middle = (np.isfinite(own).sum(axis=0) - 1) // 2
+    median = np.take_along_axis(np.sort(own, axis=0), middle[np.newaxis], axis=0)[0]  # NaN comes last
+    late = (np.nanmax(own, axis=0) - median) * factor
+    for number, seconds in enumerate(np.bincount(np.nanargmax(own, axis=0), late, minlength=len(workers)).tolist()):
         yield workers[number].life.who, seconds
 
 

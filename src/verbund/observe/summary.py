@@ -127,16 +127,27 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
     beyond the step at which a later one went on was lost, and is left out."""
     parts: list[Floats] = []
     limit = math.inf
+    joint = {
+        j.generation
+        for j in journals
+        for event in j.events
+        if event["name"] == "membership" and event.get("joint") is True
+    }
     for generation in sorted({j.generation for j in journals}, reverse=True):
         rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
         if not rows:
             continue
-        mine = _added(np.concatenate(rows))
+        mine = _added(np.concatenate(rows)) if generation not in joint else _once(np.concatenate(rows))
         mine = mine[mine[:, 0] < limit]
         if len(mine):
             limit = float(mine[0, 0])
             parts.append(mine)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def _once(rows: Floats) -> Floats:
+    """Who takes the place of the worker that journals steps records the last ones again: each once, in order."""
+    return rows[np.unique(rows[:, 0], return_index=True)[1]]
 
 
 def _added(rows: Floats) -> Floats:

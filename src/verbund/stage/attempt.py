@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
+from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.supervisor import Failed, Supervisor
@@ -25,7 +26,7 @@ from verbund.run import Run
 from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.elastic import elastic
+from verbund.stage.elastic import bounds, elastic
 from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.stopping import Promises
 
@@ -56,7 +57,8 @@ def attempt(
     for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
-    journal.event("membership", generation=generation, workers=job.world)
+    comes_and_goes = elastic(job)
+    journal.event("membership", generation=generation, workers=job.world, joint=comes_and_goes)
 
     board = _board(run, job)
     meter = EnergyMeter()
@@ -106,7 +108,8 @@ def attempt(
         settings |= _of_servers(job, facts, state, start)
         specs = with_servers(cluster, job, settings, generation)
     else:
-        specs = workers(job, "verbund.stage.train:work", settings, generation)
+        entry = "verbund.stage.federated.simulate" if job.strategy.exchange.federated else "verbund.stage.train"
+        specs = workers(job, f"{entry}:work", settings, generation)
     replaced: dict[tuple[str, int], int] = {}
 
     def tell(fresh: list[ProcessSpec], why: str) -> None:
@@ -115,14 +118,22 @@ def attempt(
         journal.event("replacement", processes=names, why=why)
         progress.message(f"{why}: another process takes its place")
 
-    replacements = Replacements(units(job, specs), budget, tell, joint=elastic(job))
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements)
+    def tell_members(text: str, replaced: str) -> None:
+        if replaced:
+            journal.event("replacement", processes=replaced, why=text)
+        else:
+            journal.event("note", text=text)
+        progress.message(text)
+
+    replacements = Replacements(units(job, specs), budget, tell)
+    membership = Membership(specs, budget, bounds(job), tell_members) if comes_and_goes else None
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
     try:
-        if job.cluster.kind == "hosts" and len(job.cluster.hosts) > 1:
+        if job.cluster.spread and len(job.cluster.hosts) > 1:
             journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(specs)[0]
     except Failed as failed:
@@ -152,7 +163,10 @@ def attempt(
     if (joules := meter.joules()) is not None:
         journal.totals("energy", joules=joules, how=meter.how)
     if cause is None:
-        names = [file_name("worker", r, generation, replaced.get(("worker", r), 0)) for r in range(job.world)]
+        lives = {r: replaced.get(("worker", r), 0) for r in range(job.world)}
+        if membership is not None:
+            lives = membership.lives()
+        names = [file_name("worker", rank, generation, life) for rank, life in lives.items()]
         cause = _not_kept(run, commits, result["steps"], names)
         if cause is None and result["stopped_by"] == "interrupt":
             cause = _stopped(run, result)

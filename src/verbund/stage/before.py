@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
+from verbund.cluster.external import ExternalCluster
 from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
@@ -58,6 +59,7 @@ class Facts:
 
 @contextmanager
 def cluster_of(job: Job) -> Iterator[Cluster]:
+    """The job's cluster, which ends with the block."""
     # What torch's compiler compiles is kept with the converted data, for the next run, and not in the folder for
     # temporary files.
     cache = (Path(job.folder) / cache_of(job.data)).resolve()
@@ -65,6 +67,9 @@ def cluster_of(job: Job) -> Iterator[Cluster]:
     cluster: Cluster
     if job.cluster.kind == "hosts":
         cluster = HostsCluster(job, _made(cache), [Path(job.folder)], _heavy(job), environment)
+    elif job.cluster.kind == "external":
+        shared = [Path(job.folder)]
+        cluster = ExternalCluster(job, _made(cache), shared, _heavy(job), environment, notifier(False))
     else:
         cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), environment)
     try:

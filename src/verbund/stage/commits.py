@@ -16,6 +16,7 @@ from verbund.run import Run
 
 @dataclass
 class _Pending:
+    era: int = 0
     parts: dict[int, dict[str, Any]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     state: dict[str, Any] | None = None
@@ -49,15 +50,19 @@ class Commits:
         Raises:
             RunFailed: if it failed because the run's directory is gone, so that no later one can succeed.
         """
-        step = int(fields["step"])
-        pending = self._pending.setdefault(step, _Pending())
+        step, era = int(fields["step"]), int(fields.get("era", 0))
+        pending = self._pending.get(step)
+        if pending is None or pending.era < era:  # a save that other members have begun is done again by these
+            pending = self._pending[step] = _Pending(era)
+        elif era < pending.era:
+            return None
         if fields.get("failure"):
             who = fields.get("process") or f"worker {fields['part']}"
             pending.failures.append(f"{who}: {fields['failure']}")
         pending.parts[int(fields["part"])] = fields["record"]
         pending.state = fields.get("state") or pending.state
         pending.seconds = max(pending.seconds, float(fields["seconds"]))
-        if len(pending.parts) < self._workers:
+        if len(pending.parts) < int(fields.get("parts", self._workers)):
             return None
         del self._pending[step]
         warning = self._commit(step, pending)

@@ -52,8 +52,9 @@ def examine(job: Job | None = None, *, network: bool = False) -> list[Finding]:
     Raises:
         InputError: if the links are to be measured, but there are none.
     """
-    if network and (job is None or job.cluster.kind != "hosts" or len(job.cluster.hosts) < 2):
-        fix = 'Give a job with `cluster.kind = "hosts"` and two `cluster.hosts` or more'
+    several = job is not None and job.cluster.spread and (job.cluster.kind != "hosts" or len(job.cluster.hosts) > 1)
+    if network and not several:
+        fix = 'Give a job with `cluster.kind = "hosts"` and two `cluster.hosts` or more, or another kind over hosts'
         raise InputError("there is no network to measure", where="--network", fix=fix)
     findings = [_versions(), _cores(), _memory(), _shared_memory(), _disk(), _ports(), _clock(), _processes()]
     if job is not None:
@@ -182,7 +183,7 @@ def _network(job: Job) -> list[Finding]:
 
     try:
         with before.cluster_of(job) as cluster:
-            found = measure(cluster, job)
+            found = measure(cluster, cluster.settled(job))
     except Failed as failed:
         return [Finding("network", "failed", str(failed.error), failed.error)]
     except VerbundError as error:

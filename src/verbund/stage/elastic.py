@@ -1,21 +1,57 @@
-"""Which trainings can have lost workers replaced."""
+"""Which trainings go on without a lost worker, and with how many."""
 
 from __future__ import annotations
 
+from verbund.cluster.membership import Bounds
 from verbund.job import Job
+from verbund.mesh.axes import Mesh
+
+
+def fixed(job: Job) -> str | None:
+    """Why workers of a training can neither come nor go while it goes on; None if they can.
+
+    They can where every worker has the whole model and all that is trained, so that others get it from its memory, and
+    where any number of workers comes to the same numbers.
+    """
+    strategy, name = job.strategy, job.strategy.exchange.name
+    divides = [axis for axis in ("shard", "tensor", "pipeline") if strategy.mesh.get(axis, 1) > 1]
+    if name != "all_reduce":
+        return f"its islands exchange by `{name}`"
+    if divides:
+        return f"its mesh divides the model (axis {', '.join(f'`{axis}`' for axis in divides)})"
+    if strategy.world == 1:
+        return "it has a single worker"
+    if strategy.compression.name != "none":
+        return f"its gradients are compressed (`{strategy.compression.name}`), and each worker keeps what it left out"
+    if job.train.randomness != "sample":
+        return 'each worker draws from a generator of its own (`train.randomness = "worker"`)'
+    if job.train.batch_norm == "global":
+        return '`train.batch_norm = "global"` exchanges statistics within each forward pass'
+    if job.data.loaders:
+        return "it has loader processes (`data.loaders`)"
+    return None
 
 
 def elastic(job: Job) -> bool:
-    """Whether a lost worker's place can be taken by another process that gets all it needs from its peers' memory."""
-    strategy = job.strategy
-    divides = any(strategy.mesh.get(axis, 1) > 1 for axis in ("shard", "tensor", "pipeline"))
-    return (
-        not divides
-        and strategy.world > 1
-        and job.cluster.replacements > 0
-        and strategy.exchange.name == "all_reduce"
-        and strategy.compression.name == "none"
-        and job.train.randomness == "sample"
-        and job.train.batch_norm != "global"
-        and job.data.loaders == 0
-    )
+    """Whether workers of a training can come and go while it goes on."""
+    return fixed(job) is None
+
+
+def bounds(job: Job) -> Bounds:
+    """With how many workers an elastic training goes on."""
+    cluster, world = job.cluster, job.strategy.world
+    if rows_by_island(job):  # each island has rows of its own
+        return Bounds(world, world)
+    return Bounds(cluster.min_workers or 1, max(cluster.max_workers or world, world), cluster.min_workers is not None)
+
+
+def rows_by_island(job: Job) -> bool:
+    """Whether islands draw from rows of their own, so that none can be left out."""
+    return job.strategy.islands > 1 and job.data.placement == "island"
+
+
+def mesh_of(job: Job, place: int, members: int) -> Mesh:
+    """The mesh of an era with so many members, as the one at `place` among them has it."""
+    if members == job.strategy.world:
+        return Mesh.of(job.strategy, place)
+    return Mesh(place, data=members)

@@ -11,7 +11,7 @@ from torch import nn
 
 from verbund import task as tasks
 from verbund.cluster.supervisor import MEETING
-from verbund.cluster.worker import Worker
+from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.collectives import Group
 from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup
@@ -28,7 +28,7 @@ from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
-from verbund.stage.elastic import elastic
+from verbund.stage.elastic import elastic, mesh_of
 from verbund.task import Task
 
 _EXAMPLE = 2
@@ -68,7 +68,7 @@ class Island:
     number: int = 0
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
     era: int = 0
-    """Of the groups: see `Worker.era`."""
+    """The number of the groups'; -1 of who joins: it is alone until it has a place."""
 
     def replica(self, worker: Worker, take_tables: Callable[[nn.Module], Tables] | None = None) -> Replica:
         """This worker's part of the model, without its tables if they lie elsewhere."""
@@ -91,8 +91,16 @@ class Island:
         )
 
     def meet_anew(self, worker: Worker) -> None:
-        """Forms all groups again, after others have taken the places of workers that were lost."""
-        self.groups, self.era = _met(worker, self.job, self.mesh, self.groups.island.device, 0)
+        """Leaves all groups, and forms those of the newest era.
+
+        Raises:
+            PeerLost: if a member did not come, and no later era did.
+            Dismissed: if this worker is no member.
+        """
+        self.groups.leave()  # whoever waits there for this worker sees that it is gone
+        self.mesh, self.groups, self.era = _met(worker, self.job, self.groups.island.device)
+        share = worker.spec.neighbours * self.mesh.world / worker.spec.world
+        self.threads = device.use_threads(self.job.cluster.threads, max(1, round(share)))
 
     @staticmethod
     def join(worker: Worker) -> Island:
@@ -116,24 +124,30 @@ class Island:
         if job.data.loaders and worker.spec.entry.startswith("verbund.stage.train"):
             loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
-        worker.doing(MEETING, 0)
-        mesh = Mesh.of(job.strategy, rank)
-        groups, era = _met(worker, job, mesh, place, number)
+        worker.doing("joining" if worker.joins else MEETING, 0)
+        if worker.joins:
+            mesh, groups, era = Mesh(), Groups.alone(place), -1
+        elif elastic(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
+            mesh, groups, era = _met(worker, job, place)
+        else:
+            mesh, era = Mesh.of(job.strategy, rank), 0
+            groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
         return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
 
 
-def _met(worker: Worker, job: Job, mesh: Mesh, place: torch.device, number: int) -> tuple[Groups, int]:
-    """The groups, once all have met; who is lost meanwhile is replaced, and all meet anew."""
-    if not elastic(job) or number:
-        return _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}"), 0
+def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
+    """The mesh and the groups of the newest era, once all of its members have met."""
     while True:
         era = worker.era
+        if worker.spec.rank not in era.members:
+            raise Dismissed
+        mesh = mesh_of(job, era.members.index(worker.spec.rank), len(era.members))
         try:
-            return _meet(worker, job, mesh, place, f"era {era}", worker.ask_in(era)), era
+            return mesh, _meet(worker, job, mesh, place, f"era {era.number}", worker.ask_in(era.number)), era.number
         except PeerLost:
-            if not worker.later_era(era, job.cluster.lost_after):
+            if not worker.later_era(era.number, job.cluster.lost_after):
                 raise
 
 

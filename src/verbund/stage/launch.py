@@ -43,7 +43,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     before.refuse_existing(directory)
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, before.notifier(quiet))
-        facts = before.dry_run(cluster, job, prepared)
+        facts = before.dry_run(cluster, cluster.settled(job), prepared)
         before.check_disk(Path(directory or "."), job, facts)
         with Interrupts() as interrupts:
             run = Run.create(Path(directory) if directory else None, job)
@@ -81,7 +81,7 @@ def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warn
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, notify, schema.kept(run.path))
         warnings += continuing.changes(run, job, state, prepared)
-        facts = before.dry_run(cluster, job, prepared)
+        facts = before.dry_run(cluster, cluster.settled(job), prepared)
         if done := continuing.nothing_left(run, job, state, facts.total_steps):
             notify(done)
             return run
@@ -130,6 +130,7 @@ def validate(
             prepared = before.prepared_data(job, notify, known, training=False)
         else:
             prepared = before.prepared_evaluation(job, evaluated, notify, known)
+        job = started.settled(job)
         started.check_shared([run.path])
         settings = {"checkpoint": str(source)}
         return _evaluate(started, job, prepared, "verbund.stage.validate:work", settings)[0]
@@ -205,6 +206,7 @@ def predicted(
         prepared = before.prepared_evaluation(
             job, Evaluated(_typed(data), "DATA", labelled=False), before.notifier(quiet), known
         )
+        job = started.settled(job)
         started.check_shared([run.path, target.parent])
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
@@ -301,7 +303,8 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
         InputError: with all problems found.
     """
     with before.cluster_of(job) as cluster:
-        return before.dry_run(cluster, job, before.prepared_data(job, before.notifier(quiet)))
+        prepared = before.prepared_data(job, before.notifier(quiet))
+        return before.dry_run(cluster, cluster.settled(job), prepared)
 
 
 def chosen(run: Run, step: int | None) -> Path:
@@ -325,7 +328,7 @@ def _evaluation_job(
     evaluated = Job.build(job.resolved(), changes, source="arguments", folder=Path(job.folder)) if changes else job
     if evaluated.strategy.exchange.served:  # a checkpoint has all parameters: no server is needed
         # Between hosts islands are joined by what is encrypted, as they were in training.
-        without = {"strategy.exchange": "local_sgd" if evaluated.cluster.kind == "hosts" else "all_reduce"}
+        without = {"strategy.exchange": "local_sgd" if evaluated.cluster.spread else "all_reduce"}
         return Job.build(evaluated.resolved(), without, source="arguments", folder=Path(job.folder))
     return evaluated
 

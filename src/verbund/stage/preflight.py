@@ -24,6 +24,7 @@ from verbund.mesh.replica import Replica
 from verbund.observe.memory import left_to_process, peak_bytes
 from verbund.stage import fit
 from verbund.stage.dry_run import DryRun
+from verbund.stage.federated.parts import parts_of
 from verbund.stage.validate import wanted
 from verbund.tables import begin_alike
 
@@ -53,7 +54,11 @@ def work(worker: Worker) -> dict[str, Any]:
     device.use_threads(job.cluster.threads, job.neighbours)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
-    total = total_steps(job, order)
+    per_epoch = order.tickets_per_epoch
+    if job.strategy.exchange.federated:
+        clients = parts_of(job, train_set, prepared.train).clients
+        per_epoch = -(-clients // job.strategy.exchange.cohort_size(clients))
+    total = total_steps(job, per_epoch)
     schedule.factor(job.train.schedule, 0, total)
     if (job.train.target or job.train.patience) and validation_set is None:
         raise InputError(
@@ -89,7 +94,7 @@ def work(worker: Worker) -> dict[str, Any]:
     parameters = sum(p.numel() for p in replica.parameters)
     suits = fit.examine(replica, task, job, dry.batch, need)
     facts = {
-        "tickets_per_epoch": order.tickets_per_epoch,
+        "tickets_per_epoch": per_epoch,
         "total_steps": total,
         "train_samples": len(train_set),
         "validation_samples": len(validation_set) if validation_set is not None else 0,
@@ -134,9 +139,14 @@ def _left_out(whole: int, room: int) -> str:
     )
 
 
-def total_steps(job: Job, order: Order) -> int | None:
-    """The optimiser steps of the whole training, as far as epochs and steps bound it."""
-    ends = [job.train.steps, job.train.epochs * order.tickets_per_epoch if job.train.epochs else None]
+def total_steps(job: Job, per_epoch: int) -> int | None:
+    """The steps of the whole training, as far as epochs and steps bound it.
+
+    Args:
+        job: the job.
+        per_epoch: steps of an epoch.
+    """
+    ends = [job.train.steps, job.train.epochs * per_epoch if job.train.epochs else None]
     return min((end for end in ends if end is not None), default=None)
 
 
@@ -210,7 +220,7 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
         if joint == 1 and not set(exchanged) & set(job.strategy.axes):
             notes.append("`strategy.compression` has no effect without the axis `data`")
         else:
-            notes += _travel("Gradients travel", job.strategy.compression, total_steps(job, order))
+            notes += _travel("Gradients travel", job.strategy.compression, total_steps(job, order.tickets_per_epoch))
     exchange = job.strategy.exchange
     if exchange.local and job.strategy.islands == 1:
         alone = "only its outer optimiser steps" if exchange.name == "diloco" else "it does nothing"
@@ -218,7 +228,7 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
     elif exchange.local:
         notes.append(f"Islands train alone (`{exchange.name}`): results are not those of a single process")
         if exchange.compression.name != "none":
-            notes += _travel("Differences travel", exchange.compression, total_steps(job, order))
+            notes += _travel("Differences travel", exchange.compression, total_steps(job, order.tickets_per_epoch))
     elif exchange.served and (exchange.consistency != "bulk_synchronous" or exchange.backup):
         how = (
             "a step does not wait for all islands"

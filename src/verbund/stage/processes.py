@@ -10,7 +10,6 @@ from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.errors import Interrupted, VerbundError
 from verbund.interrupts import Interrupt
 from verbund.job import Job
-from verbund.stage.elastic import elastic
 
 
 def supervised(cluster: Cluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
@@ -49,9 +48,10 @@ def with_servers(cluster: Cluster, job: Job, settings: dict[str, Any], generatio
 
 
 def units(job: Job, specs: list[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """What can only be replaced together: with servers the workers of an island; each other process by itself."""
+    """What can only be replaced together, of a training with servers: the workers of an island; each other process by
+    itself."""
     if not job.strategy.exchange.served:
-        return [[spec] for spec in specs] if elastic(job) else []
+        return []
     size = job.world // job.strategy.islands
     islands: dict[int, list[ProcessSpec]] = {}
     for spec in specs:

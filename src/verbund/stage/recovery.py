@@ -1,4 +1,4 @@
-"""Recovery: after others have taken the places of lost workers, all go on from the newest step that anybody has done.
+"""Recovery: when workers have come or gone, the members go on from the newest step that anybody has done.
 
 A step is done once its update is applied, which is the same in all workers that have come so far: those that have not,
 and those that are new, get parameters, optimiser state, running statistics and the training's own state from the memory
@@ -22,34 +22,37 @@ from verbund.stage.saving import KINDS
 _WHAT = "the recovery"
 
 
-def bring_together(replica: Replica, step: int | None, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """All workers call it together.
+def bring_together(
+    replica: Replica, step: int | None, state: dict[str, Any], lost: bool
+) -> tuple[int, dict[str, Any], bool]:
+    """All members of an era call it together.
 
     Args:
         replica: of a mesh that does not divide the model.
         step: how many steps are done here; None: this worker is new.
         state: the training's own, JSON values.
+        lost: whether this worker has seen that another was lost.
 
     Returns:
-        the step from which all go on, and the state as it was there.
+        the step from which all go on, the state as it was there, and whether anybody has seen that another was lost.
 
     Raises:
         ClusterLost: if all are new.
     """
     group = replica.groups.data
     mine = -1 if step is None else step
-    record: dict[str, Any] = {"step": mine, "state": state, "tensors": _described(replica) if mine >= 0 else []}
+    tensors = _described(replica) if mine >= 0 else []
+    record: dict[str, Any] = {"step": mine, "state": state, "tensors": tensors, "lost": lost}
     raw = np.frombuffer(json.dumps(record).encode(), np.uint8)
     every = [json.loads(row["record"].tobytes()) for row in group.all_gather_arrays({"record": raw}, _WHAT)]
     newest = max(each["step"] for each in every)
     if newest < 0:
         raise ClusterLost("all workers were lost: nobody has what has been trained")
     giver = next(rank for rank, each in enumerate(every) if each["step"] == newest)
-    if all(each["step"] == newest for each in every):
-        return newest, every[giver]["state"]
-    with torch.no_grad():
-        _hand_over(replica, group, giver, every[giver]["tensors"], mine == newest)
-    return newest, every[giver]["state"]
+    if not all(each["step"] == newest for each in every):
+        with torch.no_grad():
+            _hand_over(replica, group, giver, every[giver]["tensors"], mine == newest)
+    return newest, every[giver]["state"], any(each["lost"] for each in every)
 
 
 def _tensors(replica: Replica) -> dict[tuple[str, str], Tensor]:

@@ -42,7 +42,9 @@ def persistent(
     in_vain = 0
     while True:
         try:
-            return attempt(cluster, run, job, prepared, facts, source, quiet, interrupts, budget, warnings)
+            return attempt(
+                cluster, run, cluster.settled(job), prepared, facts, source, quiet, interrupts, budget, warnings
+            )
         except ClusterLost as error:
             ended = job.strategy.exchange.served or interrupts.count or cluster.lost is not None
             if ended or not budget.take():

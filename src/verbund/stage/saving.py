@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.exchange.local_steps import LocalSteps
+from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 from verbund.stage.background import Background
@@ -29,11 +31,21 @@ class Saver:
         replica: what is saved.
         deadline: seconds that writing one part may take.
         exchange: between islands that train alone.
+        mesh: the workers that share a save, where they are not those of the replica.
+        more: what is saved besides.
     """
 
     def __init__(
-        self, worker: Worker, run: Run, replica: Replica, deadline: float, exchange: LocalSteps | None = None
+        self,
+        worker: Worker,
+        run: Run,
+        replica: Replica,
+        deadline: float,
+        exchange: LocalSteps | None = None,
+        mesh: Mesh | None = None,
+        more: Callable[[], Iterable[Piece]] = tuple,
     ) -> None:
+        self._given, self._more = mesh, more
         self._worker = worker
         self._run = run
         self._replica = replica
@@ -41,11 +53,17 @@ class Saver:
         self._snapshot = Snapshot()
         self._background = Background(run.checkpoints, deadline)
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copies this worker's share and writes it in the background; waits only if the former save still runs."""
+    def save(self, step: int, state: dict[str, Any], era: int = 0) -> None:
+        """Copies this worker's share and writes it in the background; waits only if the former save still runs.
+
+        Args:
+            step: how many are done.
+            state: the training's own, JSON values.
+            era: of those who save.
+        """
         self.wait()
         pieces = self._copied()
-        self._background.start(step, lambda: self._write(step, pieces, state))
+        self._background.start(step, lambda: self._write(step, pieces, state, era))
 
     @property
     def last(self) -> int | None:
@@ -56,10 +74,14 @@ class Saver:
         """Waits until the save under way is written; see `Background.wait`."""
         self._background.wait()
 
+    @property
+    def _mesh(self) -> Mesh:
+        return self._given or self._replica.mesh  # which changes as workers come and go
+
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""
-        replica, mesh = self._replica, self._replica.mesh
-        own = list(replica.pieces("exchange"))
+        replica, mesh = self._replica, self._mesh
+        own = [*replica.pieces("exchange"), *self._more()]
         if self._exchange is None:
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]
             return self._snapshot.take(shared(pieces, mesh.place("islands", "data"), mesh.islands * mesh.data) + own)
@@ -73,8 +95,8 @@ class Saver:
             pieces += self._exchange.state.pieces()
             return self._snapshot.take(shared(pieces, mesh.place("data"), mesh.data) + own)
 
-    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any]) -> None:
-        rank = self._replica.mesh.rank
+    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], era: int) -> None:
+        rank = self._mesh.rank
         start = time.monotonic()
         record: dict[str, Any] = {}
         failure = None
@@ -87,6 +109,8 @@ class Saver:
             "saved",
             step=step,
             part=rank,
+            parts=self._mesh.world,
+            era=era,
             record=record,
             state=state if rank == 0 else None,
             failure=failure,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from verbund.job import Stragglers
 from verbund.mesh.axes import Mesh
 from verbund.mesh.own_seconds import TOLD
 
@@ -22,19 +23,25 @@ class SlowWorkers:
     Args:
         mesh: of one of them.
         joint: whether the islands share every global batch.
-        rebalances: whether shares go by speed already.
+        members: the number of each worker, by its place in the mesh.
+        settings: whether shares go by speed already.
         clock: seconds.
     """
 
     def __init__(
-        self, mesh: Mesh, joint: bool, rebalances: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        mesh: Mesh,
+        joint: bool,
+        members: Sequence[int],
+        settings: Stragglers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         axes = ("islands", "data", "shard") if joint else ("data", "shard")
         mine = range(mesh.world) if joint else mesh.peers("data", "shard", "tensor", "pipeline")
         self._ranks: list[list[int]] = [[] for _ in range(mesh.size(*axes))]
         for rank in mine:
-            self._ranks[mesh.at(rank).place(*axes)].append(rank)
-        self._rebalances, self._clock = rebalances, clock
+            self._ranks[mesh.at(rank).place(*axes)].append(members[rank])
+        self._rebalances, self._clock = settings is not None and settings.rebalances, clock
         self._behind = [0] * len(self._ranks)
         self._told: set[int] = set()
         self._begin()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verbund.cluster.worker import Worker
+from verbund.cluster.supervisor import MEETING
+from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.peer_lost import PeerLost
 from verbund.data.loader import Batch, Item, Loader
 from verbund.errors import RunFailed
@@ -36,11 +38,11 @@ from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
-_REPLACED_SECONDS = 60.0
-"""How long the place of a lost worker may stay empty, once its loss is known."""
 # Reasons to stop that travel with the gradients, so that all workers stop after the same step. Only one worker looks
-# at the clock, so that the sum tells the two apart.
-_TIME, _INTERRUPT = 1.0, 2.0
+# at the clock and for a new era, so that the sum tells them apart.
+_TIME, _CHANGE, _INTERRUPT = 1.0, 2.0, 4.0
+_RECENT_SECONDS = 3.0
+"""For how long all workers keep what they know of steps, which one of them journals once a second."""
 # Their numbers among a step's collectives, beyond those of any gradients.
 _GATHERING, _COMPARISON = 1 << 20, (1 << 20) + 1
 
@@ -58,8 +60,7 @@ def work(worker: Worker) -> dict[str, Any]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
-    new = bool(worker.settings.get("era"))  # it takes the place of one that was lost
-    source = worker.settings["checkpoint"] if not new else None
+    source = worker.settings["checkpoint"] if not worker.joins else None
     state = restore(Path(source), replica) if source else {}
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit, replica.balance)
     exchange = None
@@ -75,12 +76,13 @@ def work(worker: Worker) -> dict[str, Any]:
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
     training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)
-    if new:
-        training.meet(None)
-    else:
-        replica.check_equal(training.step)
-    journal.add("start", 0, worker.born, time.monotonic_ns())
-    return training.run_to_end()
+    if worker.joins:
+        worker.send("ready")
+    try:
+        return training.run_to_end()
+    except Dismissed:
+        training.saver.wait()
+        return {"stopped_by": "left"}
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
@@ -125,7 +127,7 @@ class _Training:
             journal,
             links,
         )
-        self.job, self.rank = job, island.mesh.rank
+        self.job = job
         self.tickets, self.exchange = tickets, exchange
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
@@ -141,14 +143,90 @@ class _Training:
         self._reported_samples = self.samples
         self._validated = -1
         self._elastic = elastic(job)
-        self._slow = SlowWorkers(island.mesh, exchange is None, job.strategy.stragglers.rebalances)
+        self._new = worker.joins
+        """Whether it has nothing yet of what the others have trained."""
+        self._recent: deque[tuple[float, tuple[int, float, float, int, float]]] = deque()
+        """What the journal of another worker has of the last steps, and when they were done."""
 
-    def meet(self, step: int | None) -> None:
-        """Goes on together with those that have taken the places of lost workers, from the newest step that is done.
+    @property
+    def rank(self) -> int:
+        """This worker's place among the members; the first speaks for all."""
+        return self.island.mesh.rank
+
+    def run_to_end(self) -> dict[str, Any]:
+        """Trains until one of the job's ends is reached or a stop is asked for.
+
+        Raises:
+            Dismissed: if the others go on without this worker.
+        """
+        enter, lost = self._begin, False
+        while True:
+            try:
+                again = enter(lost)
+                enter, lost = self._regroup, False
+                if self._elastic:
+                    self.worker.send("met", era=self.island.era)
+                reason = self._train(again)
+                if reason != "change":
+                    break
+            except PeerLost:
+                if not self._elastic or self.worker.orphaned:
+                    raise
+                enter, lost = self._regroup, True
+        return {
+            "stopped_by": reason,
+            "steps": self.step,
+            "samples": self.samples,
+            "threads": self.island.threads,
+            "randomness": self.replica.randomness.report(),
+        }
+
+    def _begin(self, lost: bool) -> bool:
+        """Compares the replicas, or takes a place among those who have begun; see `_regroup`."""
+        if self._new:
+            again = self._regroup(lost)
+        elif self.island.era > 0:  # a worker was lost before all had met
+            again = self._catch_up(lost=True)
+        else:
+            self.replica.check_equal(self.step)
+            again = False
+        self.journal.add("start", 0, self.worker.born, time.monotonic_ns())
+        return again
+
+    def _regroup(self, lost: bool) -> bool:
+        """Meets the members of the next era as soon as there is one, and goes on with them from the newest step that
+        anybody has done.
 
         Args:
-            step: how many are done here; None: this worker is one of them.
+            lost: whether a worker was lost; else the border of a step has come at which members change.
+
+        Returns:
+            whether what is due after that step may not have been done by all.
+
+        Raises:
+            PeerLost: if a member is lost meanwhile, or no era has come.
+            Dismissed: if this worker is no member any more.
         """
+        limits = self.job.cluster
+        if not self.worker.joins:
+            self.worker.doing(MEETING, self.step)
+        # A worker that is to come may take as long as a step to load task and data, and to build the model.
+        if not self.worker.later_era(self.island.era, limits.step_deadline + limits.lost_after):
+            raise RunFailed("a worker was lost, and the supervisor has not said who goes on")
+        self.worker.joins = False
+        self.worker.doing(MEETING, self.step)
+        self.saver.wait()
+        self.island.meet_anew(self.worker)
+        self.replica.regroup(self.island.mesh, self.island.groups)
+        replica = self.replica
+        self.tickets = Tickets(
+            self.island.train_set, self.job, self.island.mesh, replica.division.unit, replica.balance
+        )
+        return self._catch_up(lost)
+
+    def _catch_up(self, lost: bool) -> bool:
+        """Comes to the newest step that a member has done; see `_regroup`."""
+        step = None if self._new else self.step
         known = {
             "samples": self.samples,
             "first_step": self._first_step,
@@ -156,7 +234,7 @@ class _Training:
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             **self.judge.state(),
         }
-        self.step, state = bring_together(self.replica, step, known)
+        self.step, state, lost = bring_together(self.replica, step, known, lost)
         self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
         self._validated = -1  # one that some have not finished is done again by all
         if step != self.step:
@@ -165,41 +243,13 @@ class _Training:
                 self.replica.loss_scale.load(state["loss_scale"])
         if step is None:
             self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
-
-    def _recover(self) -> None:
-        """Waits until lost workers have been replaced, and goes on with all."""
-        while True:
-            if not self.worker.later_era(self.island.era, self.job.cluster.lost_after + _REPLACED_SECONDS):
-                raise PeerLost("a worker was lost, and none has taken its place")
-            self.worker.doing("recovering", self.step)
-            try:
-                self.saver.wait()
-                self.island.meet_anew(self.worker)
-                self.replica.regroup(self.island.groups)
-                self.meet(self.step)
-                return
-            except PeerLost:
-                continue  # another one
-
-    def run_to_end(self) -> dict[str, Any]:
-        """Trains until one of the job's ends is reached or a stop is asked for."""
-        again = self.island.era > 0
-        while True:
-            try:
-                reason = self._train(again)
-                break
-            except PeerLost:
-                if not self._elastic or self.worker.orphaned:
-                    raise
-                self._recover()
-                again = True
-        return {
-            "stopped_by": reason,
-            "steps": self.step,
-            "samples": self.samples,
-            "threads": self.island.threads,
-            "randomness": self.replica.randomness.report(),
-        }
+        self._new = False
+        if self.rank == 0:
+            while self._recent:
+                self.journal.step(
+                    *self._recent.popleft()[1]
+                )  # whoever journaled them may have gone before it wrote them
+        return lost
 
     def _train(self, again: bool) -> str | None:
         """Trains to the end, and says why it is there.
@@ -210,10 +260,11 @@ class _Training:
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
         self.replica.balance.begin(self.step, self.tickets.whole)
+        self._slow = SlowWorkers(self.island.mesh, self.exchange is None, self._members(), self.job.strategy.stragglers)
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
-        elif reason is not None and rank == 0:
+        elif reason is not None and rank == 0 and self.island.era == 0:
             text = (
                 f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
             )
@@ -254,6 +305,8 @@ class _Training:
                 if self.exchange is not None:
                     self._combine(self.exchange, sums, reason)
                 reason = self._after_step(reason)
+                if reason is None and sums.flags % _INTERRUPT >= _CHANGE:
+                    return "change"
         finally:
             loader.close()
         self._finish(reason)
@@ -294,7 +347,10 @@ class _Training:
         """This worker's reason to stop after the step, which travels with the gradients."""
         if self._agreement is not None:
             return 0.0
-        return _INTERRUPT if self.worker.stopping else _TIME if self.rank == 0 and self._out_of_time() else 0.0
+        flag = _INTERRUPT if self.worker.stopping else 0.0
+        if self.rank == 0:
+            flag += _TIME * self._out_of_time() + _CHANGE * (self.worker.era.number > self.island.era)
+        return flag
 
     def _stopped(self, flags: float) -> str | None:
         """Why all workers stop now, if they do.
@@ -303,7 +359,7 @@ class _Training:
             flags: the sum of their flags.
         """
         if self._agreement is None:
-            return "interrupt" if flags >= _INTERRUPT else "seconds" if flags >= _TIME else None
+            return "interrupt" if flags >= _INTERRUPT else "seconds" if flags % _CHANGE >= _TIME else None
         if self.rank == 0 and self._out_of_time():
             self._agreement.wish("seconds")
         return self._agreement.ends(self.step)
@@ -324,15 +380,23 @@ class _Training:
 
     def _record(self, step: int, weight: float, size: int) -> None:
         now = time.monotonic()
+        row = (step, self.loss, weight, size, float(self.replica.optimizer.param_groups[0]["lr"]))
         if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
-            rate = float(self.replica.optimizer.param_groups[0]["lr"])
-            self.journal.step(step, self.loss, weight, size, rate)
+            self.journal.step(*row)
+        elif self._elastic:
+            self._recent.append((now, row))
+            while now - self._recent[0][0] > _RECENT_SECONDS and len(self._recent) > 2:
+                self._recent.popleft()
         if self.rank == 0 and now - self._reported >= _PROGRESS_SECONDS:
             speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
             self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self._write()
+
+    def _members(self) -> Sequence[int]:
+        """The numbers of the workers, by their place in the mesh."""
+        return self.worker.era.members if self._elastic else range(self.island.mesh.world)
 
     def _notice_slow(self, step: int, sizes: tuple[int, ...], sums: StepSums) -> None:
         """Tells of workers that stay slower than the others."""
@@ -391,6 +455,7 @@ class _Training:
                 "exchange": self.exchange.state.record() if self.exchange is not None else None,
                 "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             },
+            self.island.era,
         )
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
 

@@ -79,7 +79,7 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
     results, folders = [], []
     with tempfile.TemporaryDirectory(dir=cluster.scratch) as scratch:
         prepared = before.prepared_data(sides[0], notify)
-        for index, side in enumerate(sides):
+        for index, side in enumerate(map(cluster.settled, sides)):
             facts = before.dry_run(cluster, side, prepared)
             notify(f"{steps} steps under {_name(side)}")
             folder = Path(scratch) / str(index)
@@ -134,7 +134,7 @@ def _inexact(job: Job, against: str | None) -> list[str]:
         other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
         strategies.append(other.strategy)
     compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
-    exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local)
+    exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local or s.exchange.federated)
     servers = any(s.exchange.served for s in strategies)
     return [
         *(
@@ -143,7 +143,7 @@ def _inexact(job: Job, against: str | None) -> list[str]:
             for name in compressions
         ),
         *(
-            f"exchange `{name}` lets islands train alone: no comparison within rounding is possible, and their "
+            f"under the exchange `{name}` islands train alone: no comparison within rounding is possible, and their "
             "gradients were added up in every step"
             for name in exchanges
         ),

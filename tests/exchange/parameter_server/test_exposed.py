@@ -30,14 +30,14 @@ def test_a_reader_waits_until_a_version_is_settled_or_its_server_replaced() -> N
     assert not into.any()
     with exposed.changing([0]):
         own.fill_(3.0)
-        exposed.has(0, 1)
+        exposed.has(0, 1, 7)
     with pytest.raises(RunFailed, match="does not come to rest"):
         window.copy(0, place, into, time.monotonic() + 0.05, lambda: False)
     begun = time.monotonic()
     with pytest.raises(Closed, match="another server has the block now"):
         window.copy(0, place, into, begun + 10, lambda: time.monotonic() > begun + 0.1)
     assert time.monotonic() - begun < 5
-    exposed.settled({0: 1})
+    exposed.settled({0: 7})
     assert window.copy(0, place, into, time.monotonic() + 5, lambda: True) == 1
     assert into.tolist() == [3.0] * 6
     window.close()

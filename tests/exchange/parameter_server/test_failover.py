@@ -93,7 +93,7 @@ class Counting:
 def images(servers: Cluster) -> dict[int, list[Image]]:
     """Of each block what all of its holders have."""
     return {
-        block: [servers.servers[rank].server._holdings.image(block) for rank in holders]
+        block: [servers.servers[rank].server.custody.holdings.image(block) for rank in holders]
         for block, holders in enumerate(servers.view.holders)
     }
 
@@ -287,7 +287,7 @@ def test_a_primary_that_was_replaced_acknowledges_nothing() -> None:
         thread.start()
         thread.join(10.0)
         assert "it has other blocks by view 2" in str(told[0])
-        assert old._replication._fenced == 2
+        assert old.custody._replication._fenced == 2
         servers.change(joining=((0,),) * 4)  # now everybody knows
         late.push(1, ones(), weight=1.0)
         servers.settled()

@@ -23,7 +23,8 @@ BLOCKS = (
     Block("sum", (2,), "float32", (0,), (2,), "sum"),
 )
 RULES = {
-    "synchronous": Rule("synchronous", staleness=1, shares=3),
+    "synchronous": Rule("synchronous", shares=3),
+    "bounded": Rule("bounded", staleness=1, shares=3),
     "backup": Rule("synchronous", shares=3, backup=1),
     "asynchronous": Rule("asynchronous"),
     "compensated": Rule("asynchronous", staleness_aware=True, compensation=0.5),
@@ -42,7 +43,7 @@ def start(rule: Rule, name: str, arguments: dict[str, Any]) -> Holdings:
     return begun(Plan(BLOCKS, spec(name, 0.05, **arguments), rule), values)
 
 
-def draw(order: random.Random, holdings: Holdings, synchronous: bool) -> Push:
+def draw(order: random.Random, holdings: Holdings, shared: bool) -> Push:
     """Any push that may be sent: some blocks, some of them unused, rows or none, old bases, repetitions."""
     generator = torch.Generator().manual_seed(order.randint(0, 1 << 30))
     parts = []
@@ -57,8 +58,8 @@ def draw(order: random.Random, holdings: Holdings, synchronous: bool) -> Push:
             rows += block.offset[0]
         size = block.count if rows is None else len(rows) * block.width
         parts.append(Part(number, base, torch.randn(size, generator=generator), rows))
-    ticket = order.randint(0, 5) if synchronous else order.randint(0, 30)
-    share = order.randint(0, 2) if synchronous else 0
+    ticket = order.randint(0, 5) if shared else order.randint(0, 30)
+    share = order.randint(0, 2) if shared else 0
     return push(parts, ticket, share, client=order.randint(0, 2), weight=order.choice([0.0, 1.0, 2.0]), low=0)
 
 
@@ -95,7 +96,7 @@ def test_a_machine_that_is_replaced_in_the_middle_is_the_same(
             for number in range(len(BLOCKS)):
                 fresh.put(sent(other.image(number)))
             other = fresh
-        one = draw(order, steady, rule in ("synchronous", "backup"))
+        one = draw(order, steady, RULES[rule].shared)
         steady.check(one)
         assert steady.apply(one) == other.apply(one)
         if order.random() < 0.5:

@@ -11,11 +11,12 @@ import torch
 
 from exchange.parameter_server.holding import blocks_of, part_of, spec
 from exchange.parameter_server.serving import SECRET, Cluster, cluster
-from verbund.comm.wire import Calls, dial
+from verbund.comm.wire import Calls, Message, Reply, dial
 from verbund.errors import InputError, RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part
+from verbund.exchange.parameter_server.server import Server
 
 SHAPES = {"a": (5, 3), "b": (4,)}
 TABLE = [Block("t", (10, 2), "float32", (0, 0), (6, 2), "rows"), Block("t", (10, 2), "float32", (6, 0), (4, 2), "rows")]
@@ -252,3 +253,20 @@ def test_numbers_of_half_precision() -> None:
         client.pull({0: into})
         assert torch.equal(into, -torch.full((6,), 0.3, dtype=torch.bfloat16))
         assert np.isfinite(float(into[0]))
+
+
+def test_a_server_that_shares_no_memory_is_asked_for_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def none(self: Server, message: Message) -> Reply:
+        asked.append(message.fields["name"])
+        return Reply("none", keep=False)
+
+    monkeypatch.setattr(Server, "_window", none)
+    made = plan()
+    with cluster(made) as servers:
+        client = servers.client()
+        begin(client, made)
+        for ticket in range(3):
+            client.push(ticket, ones(made), weight=1.0)
+    assert len(asked) == 1

@@ -55,7 +55,10 @@ class Secret:
                 value = file.read(SECRET_BYTES + 1)
         except OSError as error:
             raise InputError(f"the secret cannot be read: {error.strerror}", where=str(path)) from None
-        if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+        # Root may give it to a group of this process too, which is how Kubernetes hands a secret to another user.
+        given = status.st_uid == 0 and status.st_gid in (os.getegid(), *os.getgroups())
+        closed = not status.st_mode & (0o037 if given and os.getuid() != 0 else 0o077)
+        if not closed or status.st_uid not in (os.getuid(), 0):
             fix = "It must be this user's own: `chmod 600` closes it; make a new one if others were there before"
             raise InputError("others than this user may read the secret", where=str(path), fix=fix)
         if len(value) != SECRET_BYTES:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from verbund.exchange.federated.update import Update
@@ -32,3 +33,60 @@ class Rule(ABC):
 
     def load(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (most rules have no state)
         """Takes up what `state` gave."""
+
+
+class Sums:
+    """Weighted sums of what clients contribute, by name, in float64: added in one order they are the same bit for bit
+    however a cohort is divided."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.weight = 0.0
+        self.count = 0
+        """Of the updates that were added."""
+
+    @torch.no_grad()
+    def add(self, contribution: Mapping[str, Tensor], weight: float) -> None:
+        """Adds one client's contribution, `weight` times."""
+        for name, values in contribution.items():
+            if (total := self.tensors.get(name)) is None:
+                self.tensors[name] = values.to(torch.float64, copy=True).mul_(weight)
+            else:
+                total.add_(values, alpha=weight)
+        self.weight += weight
+        self.count += 1
+
+    def mean(self, name: str) -> Tensor:
+        """The weighted mean of what clients contributed under a name, float64."""
+        return self.tensors[name] / self.weight
+
+
+class SumRule(Rule):
+    """A rule that needs nothing but the weighted sums of what each client contributes: these can be added up as
+    updates come, in any number of processes, and under secure aggregation.
+
+    Args:
+        plain: names that are averaged as they are, such as running statistics; an optimiser is not for them.
+    """
+
+    def __init__(self, plain: Sequence[str] = ()) -> None:
+        self.plain = frozenset(plain)
+
+    def contribution(self, update: Update) -> Mapping[str, Tensor]:
+        """What of an update is added up, by name; not yet multiplied by its weight."""
+        return update.difference
+
+    @abstractmethod
+    def apply(self, parameters: Mapping[str, Tensor], sums: Sums) -> dict[str, Tensor]:
+        """The next parameters, from the sums over a round's clients."""
+
+    def step(self, parameters: Mapping[str, Tensor], updates: Sequence[Update]) -> dict[str, Tensor]:
+        sums = Sums()
+        for update in updates:
+            sums.add(self.contribution(update), update.weight)
+        return self.apply(parameters, sums)
+
+
+def moved(parameter: Tensor, difference: Tensor, rate: float = 1.0) -> Tensor:
+    """`parameter + rate · difference`, computed in float64 and rounded once."""
+    return (parameter.double() + rate * difference.double()).to(parameter.dtype)

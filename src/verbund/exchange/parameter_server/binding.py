@@ -17,10 +17,16 @@ from torch import Tensor, nn
 
 from verbund.checkpoint.piece import dtype_name
 from verbund.comm.collectives import Group
-from verbund.exchange.parameter_server.plan import Block, Plan, Rule, cut
+from verbund.exchange.parameter_server.plan import Block, Consistency, Plan, Rule, cut
 from verbund.job import Exchange, Optimizer
 from verbund.mesh.changing_buffers import Buffer
 from verbund.mesh.replica import Replica
+
+_RULES: dict[str, Consistency] = {
+    "bulk_synchronous": "synchronous",
+    "bounded_staleness": "bounded",
+    "asynchronous": "asynchronous",
+}
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,10 @@ class Binding:
         rows = self._replica.groups.island.all_gather_arrays({"blocks": raw}, "the gathering of blocks")
         blocks = [Block.of(record) for row in rows for record in json.loads(row["blocks"].tobytes())]
         blocks += self._tables
-        divided = settings.divided
         rule = Rule(
-            "synchronous" if divided else "asynchronous",
+            _RULES[settings.consistency],
             settings.bound,
-            islands if divided else 1,
+            islands if settings.divided else 1,
             settings.backup,
             settings.staleness_aware,
             settings.delay_compensation,

@@ -53,10 +53,9 @@ def check_part(push: Push, part: Part, block: Block, version: int, low: int, rul
         InputError: saying what is wrong.
     """
     where = f"block {part.block} (`{block.name}`)"
-    synchronous = rule.consistency == "synchronous"
-    furthest = version + rule.staleness + _AHEAD if synchronous else max(low, push.low) + _OUTSTANDING
+    furthest = version + rule.staleness + _AHEAD if rule.shared else max(low, push.low) + _OUTSTANDING
     if push.ticket > furthest:
-        raise _wrong(push, f"{where} is at ticket {version if synchronous else low}, which is too far behind")
+        raise _wrong(push, f"{where} is at ticket {version if rule.shared else low}, which is too far behind")
     if type(part.base) is not int or not 0 <= part.base <= version:
         raise _wrong(push, f"{where} is at version {version}, and the gradient is said to be of {part.base!r}")
     if part.rows is not None and block.kind != "rows":

@@ -22,7 +22,7 @@ from verbund.errors import ClusterLost, InputError, VerbundError
 from verbund.exchange.parameter_server import membership
 from verbund.exchange.parameter_server.asked import LIVES, flag, table, text, whole, wholes
 from verbund.exchange.parameter_server.leases import Leases
-from verbund.exchange.parameter_server.plan import KINDS, Plan
+from verbund.exchange.parameter_server.plan import CONSISTENCIES, KINDS, Plan
 from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
@@ -340,7 +340,7 @@ def _plan_of(record: Any) -> Plan:
         if not block.box.inside(block.shape) or block.dtype not in DTYPES or block.kind not in KINDS:
             what = f"{block.kind} {block.dtype} {block.box} of {list(block.shape)}"
             raise InputError(f"`plan` of a request has the block {what}")
-    if plan.rule.consistency not in ("synchronous", "asynchronous"):
+    if plan.rule.consistency not in CONSISTENCIES:
         raise InputError(f"`plan` of a request has the rule {plan.rule.consistency!r}")
     if not plan.blocks:
         raise InputError("`plan` of a request has no blocks")

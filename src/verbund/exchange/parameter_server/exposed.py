@@ -1,9 +1,10 @@
 """Parameters in memory that the processes of a host share: clients read them where they lie.
 
-A server keeps the blocks that are pulled whole in its arena, and for each three words: a count that is odd while the
-block is being changed, the block's version, and the version that can no longer be taken back. A reader copies a block,
-and does so again if the count was odd or has moved: a sequence lock. What is pushed lies in the client's arena, from
-where the server reads it while the client waits. Nobody writes into another's memory.
+A server keeps the blocks that are pulled whole in its arena, and for each four words: a count that is odd while the
+block is being changed, the block's version, the number of the record that has changed it last, and the number up to
+which its records can no longer be taken back. A reader copies a block, and does so again if the count was odd or has
+moved: a sequence lock. What is pushed lies in the client's arena, from where the server reads it while the client
+waits. Nobody writes into another's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from verbund.comm.wire import Closed
 from verbund.errors import InputError, RunFailed
 from verbund.exchange.parameter_server.plan import Plan
 
-_WORDS = 3
+_WORDS = 4
 _PAUSE = 2e-5  # seconds before a block that is being changed is looked at again
 
 
@@ -91,15 +92,16 @@ class Exposed:
             for place in places:
                 words[place] += 1
 
-    def has(self, block: int, version: int) -> None:
-        """A block has this version now; to be called while it is `changing`."""
-        self._words[_WORDS * block + 1] = version
+    def has(self, block: int, version: int, number: int) -> None:
+        """A block has this version now, by the record of this number; to be called while it is `changing`."""
+        place = _WORDS * block
+        self._words[place + 1], self._words[place + 2] = version, number
 
-    def settled(self, versions: Mapping[int, int]) -> None:
-        """These versions can no longer be taken back."""
-        for block, version in versions.items():
-            place = _WORDS * block + 2
-            self._words[place] = max(self._words[place], version)
+    def settled(self, numbers: Mapping[int, int]) -> None:
+        """By block, up to which number its records can no longer be taken back."""
+        for block, number in numbers.items():
+            place = _WORDS * block + 3
+            self._words[place] = max(self._words[place], number)
 
 
 class Window:
@@ -130,7 +132,7 @@ class Window:
             replaced: whether another server has the block now, so that nobody settles it here any more.
 
         Returns:
-            the version that was copied, which cannot be taken back any more.
+            its version; nothing of it can be taken back any more.
 
         Raises:
             Closed: if the server has ended, or was replaced.
@@ -142,11 +144,11 @@ class Window:
             before = words[first]
             if not before & 1:
                 target.copy_(source)
-                version = int(words[first + 1])
+                version, number = int(words[first + 1]), int(words[first + 2])
                 if words[first] == before:
                     break
             self._wait(until, replaced)
-        while words[first + 2] < version:
+        while words[first + 3] < number:
             self._wait(until, replaced)
         return version
 

@@ -66,7 +66,6 @@ class Holdings:
     def __init__(self, plan: Plan, adopt: Callable[[int, Tensor], Tensor | None] = lambda *_: None) -> None:
         self.plan = plan
         self._adopt = adopt
-        self._synchronous = plan.rule.consistency == "synchronous"
         self._optimizer = ServerOptimizer(plan.optimizer, sorted({block.name for block in plan.blocks}))
         self._held: dict[int, _Held] = {}
 
@@ -161,14 +160,13 @@ class Holdings:
         return block in self._held
 
     def version(self, block: int) -> int:
-        """How many tickets a block has taken, on top of the version that it began with."""
+        """How many tickets a block has taken whole, on top of the version that it began with."""
         return self._here(block).version
 
     def missing(self, block: int) -> list[int]:
         """The shares of a block's next ticket that have not come."""
         held = self._here(block)
-        ticket = held.tickets.get(held.version)
-        return sorted(set(range(self.plan.rule.shares)) - (ticket.shares if ticket is not None else set()))
+        return [share for share in range(self.plan.rule.shares) if (held.version, share) not in held.ledger]
 
     def check(self, push: Push) -> None:
         """Looks whether `apply` can take a push.
@@ -189,7 +187,7 @@ class Holdings:
             What became of each part.
         """
         held = [self._here(part.block) for part in push.parts]
-        return self._share(push, held) if self._synchronous else self._at_once(push, held)
+        return self._added_up(push, held) if self.plan.rule.consistency == "synchronous" else self._at_once(push, held)
 
     def read(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
         """The values of blocks of one dtype that are no tables, flat, one after the other: a copy.
@@ -263,22 +261,23 @@ class Holdings:
 
     def _begin(self, block: int, store: Store, version: int) -> None:
         self._settle_in(block, store)
-        ledger = Ledger(self.plan.rule.shares, version if self._synchronous else 0)
+        ledger = Ledger(self.plan.rule.shares, version if self.plan.rule.shared else 0)
         history = History(version) if self.plan.rule.compensation and not isinstance(store, Sum) else None
         self._held[block] = _Held(store, version, ledger, history=history)
 
     def _at_once(self, push: Push, every: list[_Held]) -> list[Outcome]:
-        """The asynchronous rule: each part is a step."""
+        """The bounded and the asynchronous rule: each part is a step."""
         outcomes, steps = [], []
+        bounded = self.plan.rule.shared
         for held, part in zip(every, push.parts, strict=True):
-            held.ledger.forget(push.low)
+            held.ledger.forget(min(push.low, held.version) if bounded else push.low)
             if not held.ledger.add(push.ticket, push.share):
                 outcomes.append(Outcome("known", held.version, None))
                 continue
-            staleness = held.version - part.base
+            staleness = push.ticket - part.base if bounded else held.version - part.base
             if step := self._lone_step(push, part, held, staleness):
                 steps.append(step)
-            held.version += 1
+            held.version = held.ledger.low if bounded else held.version + 1
             outcomes.append(Outcome("applied", held.version, staleness))
         self._take(steps)
         return outcomes
@@ -306,7 +305,7 @@ class Holdings:
             held.history.replaced(held.version, now.clone() if rows is None else now, rows)
         return _Step(held, gradient, rows, rate)
 
-    def _share(self, push: Push, every: list[_Held]) -> list[Outcome]:
+    def _added_up(self, push: Push, every: list[_Held]) -> list[Outcome]:
         """The synchronous rule: a ticket is taken when its shares are there."""
         states: list[Literal["waiting", "known", "late"]] = []
         for held, part in zip(every, push.parts, strict=True):

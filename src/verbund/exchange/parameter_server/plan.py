@@ -16,6 +16,8 @@ from verbund.job import Optimizer
 
 Kind = Literal["dense", "rows", "sum"]
 KINDS = get_args(Kind)
+Consistency = Literal["synchronous", "bounded", "asynchronous"]
+CONSISTENCIES = get_args(Consistency)
 
 
 @dataclass(frozen=True)
@@ -76,20 +78,29 @@ class Rule:
 
     Args:
         consistency: `synchronous`: the shares of a ticket are added up, and the optimiser steps once they are there;
-            a reader at ticket t sees at least all tickets before t − staleness. `asynchronous`: each push is a step.
-        staleness: the bound of a synchronous rule; 0 is bulk-synchronous.
+            a reader at ticket t sees all tickets before it. `bounded`: each share is a step at once, by its part of the
+            learning rate, and a reader at ticket t sees all shares of the tickets before t − staleness, and of later
+            ones those that have come: stale-synchronous parallel (Ho et al., "More Effective Distributed ML via a
+            Stale Synchronous Parallel Parameter Server", 2013, section 3). `asynchronous`: each push is a step.
+        staleness: the bound of a bounded rule.
         shares: into how many a ticket is divided.
         backup: how many of them need not have come.
         staleness_aware: the learning rate of an asynchronous step is divided by its staleness.
         compensation: λ of delay compensation; 0: none.
     """
 
-    consistency: Literal["synchronous", "asynchronous"]
+    consistency: Consistency
     staleness: int = 0
     shares: int = 1
     backup: int = 0
     staleness_aware: bool = False
     compensation: float = 0.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether all islands have a share of each ticket; a block's version is then the ticket before which it has
+        all, else how many tickets it has."""
+        return self.consistency != "asynchronous"
 
 
 @dataclass(frozen=True)

@@ -327,12 +327,15 @@ class _Training:
             parts += of_rows if factor is not None else [replace(part, values=None, rows=None) for part in of_rows]
         outcomes: list[Outcome] = []
         pulled = self._versions
+        rate = schedule.factor(self.job.train.schedule, ticket, self.total_steps)
+        if self.plan.rule.consistency == "bounded":
+            rate *= share  # each share is a step of its own
         if self.binding.speaks:
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
                 "share": self.mesh.island,
                 "scale": scale,
-                "rate": schedule.factor(self.job.train.schedule, ticket, self.total_steps),
+                "rate": rate,
                 "low": leased.low,
             }
             if self.divided:

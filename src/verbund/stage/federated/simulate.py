@@ -1,0 +1,241 @@
+"""The simulation of a federation: what every worker of `verbund train` does where the exchange is `federated`."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from verbund.checkpoint.read import Checkpoint
+from verbund.cluster.worker import Worker
+from verbund.data.prepare import Prepared
+from verbund.exchange.federated.partition import Parts
+from verbund.exchange.federated.sampling import sampled
+from verbund.job import Strategy
+from verbund.mesh import equality
+from verbund.mesh.axes import Mesh
+from verbund.mesh.groups import Groups
+from verbund.mesh.replica import Replica
+from verbund.observe.events import Journal
+from verbund.observe.memory import peak_bytes
+from verbund.observe.network import Links
+from verbund.run import Run
+from verbund.stage.federated.clients import Resident
+from verbund.stage.federated.local import LocalTraining
+from verbund.stage.federated.parts import parts_of
+from verbund.stage.federated.rounds import Round, Rounds
+from verbund.stage.federated.simulated_server import SimulatedServer
+from verbund.stage.island import Island, augmentation
+from verbund.stage.judge import Judge
+from verbund.stage.recording import journal_of
+from verbund.stage.restore import restore
+from verbund.stage.saving import Saver
+from verbund.stage.validate import evaluate
+
+_PROGRESS_SECONDS = 0.1
+# Reasons to stop that travel with the updates, so that all workers stop after the same round.
+_TIME, _INTERRUPT = 1.0, 2.0
+
+
+def work(worker: Worker) -> dict[str, Any]:
+    """A worker's part of a simulation, from its fork to its last checkpoint."""
+    run = Run.open(Path(worker.settings["run"]))
+    island = Island.join(worker)
+    job = island.job
+    journal = journal_of(worker, run, job)
+    links = Links()
+    worker.at_end.insert(0, lambda: _close(journal, links, island))
+    # Each client is trained by one worker, with a model of its own.
+    alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange)})
+    replica = Replica(island.task, alone, Mesh(), Groups.alone(island.groups.island.device), worker.doing)
+    source = worker.settings["checkpoint"]
+    state = restore(Path(source), replica) if source else {}
+    prepared = Prepared.from_record(worker.settings["prepared"])
+    parts = parts_of(job, island.train_set, prepared.train)
+    total = worker.settings["total_steps"]
+    local = LocalTraining(replica, alone, island.train_set, augmentation(job, island.task), total)
+    server = SimulatedServer(job, local, parts.clients, island.mesh.rank == 0)
+    if source:
+        with Checkpoint.open(Path(source), verify=False) as saved:
+            dropped = server.load(saved)
+        for text in dropped if island.mesh.rank == 0 else ():
+            worker.send("note", text=text)
+    rounds = Rounds(server, Resident(local, parts), island.groups.island)
+    simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
+    journal.add("start", 0, worker.born, time.monotonic_ns())
+    return simulation.run_to_end()
+
+
+def _close(journal: Journal, links: Links, island: Island) -> None:
+    _count(journal, links, island)
+    journal.close()
+
+
+def _count(journal: Journal, links: Links, island: Island) -> None:
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
+    journal.totals("memory", peak=peak_bytes())
+
+
+class _Simulation:
+    """The rounds from where a run is to one of its ends."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        run: Run,
+        island: Island,
+        replica: Replica,
+        server: SimulatedServer,
+        rounds: Rounds,
+        parts: Parts,
+        journal: Journal,
+        links: Links,
+        state: dict[str, Any],
+    ) -> None:
+        self.worker, self.island, self.replica, self.server = worker, island, replica, server
+        self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
+        self.job, self.rank = island.job, island.mesh.rank
+        self.cohort = self.job.strategy.exchange.cohort_size(parts.clients)
+        self.per_epoch = math.ceil(parts.clients / self.cohort)
+        self.saver = Saver(worker, run, replica, self.job.cluster.step_deadline, mesh=island.mesh, more=server.pieces)
+        self.step = self._first = int(state.get("step", 0))
+        self.samples = int(state.get("samples", 0))
+        self.judge = Judge(self.job.train, state)
+        self.former_seconds = float(state.get("seconds", 0.0))
+        self.begun = time.monotonic()
+        self.loss = math.nan
+        self._reported, self._reported_samples = 0.0, self.samples
+        self._validated = -1
+
+    def run_to_end(self) -> dict[str, Any]:
+        """Plays rounds until one of the job's ends is reached or a stop is asked for."""
+        reason = self._end()
+        if reason is not None and self.rank == 0:
+            done = f"Nothing to do: the run has had its {reason} ({self.step} rounds)"
+            self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
+        while reason is None:
+            number = self.step
+            cohort = sampled(self.job.seed, number, self.parts.clients, self.cohort)
+            self.worker.doing("training clients", number)
+            start = time.monotonic_ns()
+            played = self.rounds.play(number, cohort, self._flag())
+            self.journal.add("compute", number, start, time.monotonic_ns())
+            self.step += 1
+            self.samples += int(played.samples)
+            self._record(number, played)
+            if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
+                names, values = zip(*self.server.parameters.items(), strict=True)
+                ranks = list(range(self.island.mesh.world))
+                equality.check(list(names), list(values), self.island.groups.island, ranks, self.step)
+            reason = self._end() or _reason(played.flag)
+            reason = self._after_round(reason)
+        self._finish(reason)
+        return {
+            "stopped_by": reason,
+            "steps": self.step,
+            "samples": self.samples,
+            "threads": self.island.threads,
+            "randomness": self.replica.randomness.report(),
+        }
+
+    # -- the ends ------------------------------------------------------------------------------------------------
+
+    def _end(self) -> str | None:
+        train = self.job.train
+        if train.steps is not None and self.step >= train.steps:
+            return "steps"
+        return "epochs" if train.epochs is not None and self.step >= train.epochs * self.per_epoch else None
+
+    def _flag(self) -> float:
+        late = self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
+        return _INTERRUPT if self.worker.stopping else _TIME if self.rank == 0 and late else 0.0
+
+    def _elapsed(self) -> float:
+        return self.former_seconds + time.monotonic() - self.begun
+
+    # -- after a round -------------------------------------------------------------------------------------------
+
+    def _record(self, number: int, played: Round) -> None:
+        now = time.monotonic()
+        self.loss = played.loss / played.weight if played.weight else math.nan
+        if self.rank == 0:
+            rate = float(self.replica.optimizer.param_groups[0]["lr"])
+            self.journal.step(number, self.loss, played.weight, int(played.samples), rate)
+            self.journal.event("round", **played.record(number, self.rounds.down, self.rounds.up))
+            if now - self._reported >= _PROGRESS_SECONDS:
+                speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
+                self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
+                self._reported, self._reported_samples = now, self.samples
+        if self.journal.due:
+            self._write()
+
+    def _write(self) -> None:
+        _count(self.journal, self.links, self.island)
+        self.journal.flush()
+
+    def _due(self, every: int | str) -> bool:
+        if every == "epoch":
+            return self.step % self.per_epoch == 0
+        return every != "end" and self.step % int(every) == 0
+
+    def _after_round(self, reason: str | None) -> str | None:
+        if self._due(self.job.validate_.every) and self.island.validation_set is not None:
+            reason = self._validate() or reason
+        if self._due(self.job.checkpoint.every):
+            self._save()
+        return reason
+
+    def _validate(self) -> str | None:
+        assert self.island.validation_set is not None
+        self._validated = self.step
+        start = time.monotonic_ns()
+        self.worker.doing("validating", self.step)
+        self.server.show()
+        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        self.journal.add("validate", self.step, start, time.monotonic_ns())
+        if self.rank == 0:
+            self.journal.event("validation", step=self.step, metrics=metrics)
+            self.worker.send("validation", step=self.step, metrics=metrics)
+        return self.judge.ends(metrics, self.step)
+
+    def _save(self) -> None:
+        self._write()
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.step)
+        self.server.show()
+        self.replica.optimizer.state.clear()  # a client's own, of a round that is over
+        self.saver.save(
+            self.step,
+            {
+                "step": self.step,
+                "samples": self.samples,
+                "tickets": {"low_water": self.step, "outstanding": []},
+                "seed": self.job.seed,
+                "global_batch": self.job.train.global_batch,
+                "data": self.worker.settings["data"],
+                **self.judge.state(),
+                "seconds": self._elapsed(),
+                "exchange": self.server.record(),
+                "loss_scale": None,
+            },
+        )
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+
+    def _finish(self, reason: str | None) -> None:
+        """The last validation and checkpoint, and the wait until it is written."""
+        if reason != "interrupt" and self.island.validation_set is not None and self._validated != self.step:
+            self._validate()
+        if self.saver.last != self.step:
+            self._save()
+        self._write()
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.step)
+        self.saver.wait()
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+        if self.rank == 0 and self.step > self._first:
+            self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+
+
+def _reason(flag: float) -> str | None:
+    return "interrupt" if flag >= _INTERRUPT else "seconds" if flag >= _TIME else None

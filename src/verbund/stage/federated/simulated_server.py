@@ -1,0 +1,83 @@
+"""The server of a simulation: parameters, the rule's state, what clients keep; and all of it in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.read import Checkpoint
+from verbund.exchange.federated.client_side import Memory
+from verbund.exchange.federated.rules import build
+from verbund.exchange.federated.screening import Screening
+from verbund.job import Job
+from verbund.stage.federated.local import LocalTraining
+
+_RULE, _CLIENT = "rule/", "client/"
+
+
+class SimulatedServer:
+    """What a server keeps between rounds, the same in all workers.
+
+    Args:
+        job: the rule.
+        local: has the model whose values are the first ones.
+        clients: how many there are.
+        owner: whether this worker saves it.
+    """
+
+    def __init__(self, job: Job, local: LocalTraining, clients: int, owner: bool) -> None:
+        self._job, self._local, self._owner = job, local, owner
+        self.parameters: dict[str, Tensor] = local.shared()
+        self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
+        self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
+        self.memories: dict[int, Memory] = {}
+
+    def show(self) -> None:
+        """Gives the model the server's parameters: for validation, and for checkpoints."""
+        self._local.put(self.parameters)
+
+    def record(self) -> dict[str, Any]:
+        """What `load` needs besides tensors."""
+        exchange = self._job.strategy.exchange
+        return {"name": exchange.name, "rule": exchange.rule.name}
+
+    def pieces(self) -> Iterator[Piece]:
+        """What only this exchange knows, for a checkpoint."""
+        if not self._owner:
+            return
+        for name, values in self.rule.state().items():
+            yield Piece.whole("exchange", f"{_RULE}{name}", values)
+        for client, memory in sorted(self.memories.items()):
+            for name, values in memory.items():
+                yield Piece.whole("exchange", f"{_CLIENT}{client}/{name}", values)
+
+    def load(self, checkpoint: Checkpoint) -> list[str]:
+        """Takes up what a checkpoint has, whose parameters are in the model already.
+
+        Returns:
+            what had to be dropped, in sentences.
+        """
+        self.parameters = self._local.shared()
+        record = checkpoint.state.get("exchange")
+        if not record or record["name"] != self._job.strategy.exchange.name:
+            return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
+        rule = self._job.strategy.exchange.rule.name
+        if record["rule"] != rule:
+            return [f"The rule was `{record['rule']}`: its state, and what clients kept, was dropped"]
+        state: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for name in checkpoint.names("exchange"):
+                if name.startswith(_RULE):
+                    state[name.removeprefix(_RULE)] = checkpoint.read("exchange", name)
+                elif name.startswith(_CLIENT):
+                    client, _, key = name.removeprefix(_CLIENT).partition("/")
+                    memory = dict(self.memories.get(int(client), {}))
+                    memory[key] = checkpoint.read("exchange", name)
+                    self.memories[int(client)] = memory
+        if state:
+            self.rule.load(state)
+        return []
