@@ -170,8 +170,7 @@ class GradientSums:
         self._group = group
         for parameter in self._parameters:
             parameter.grad = None
-        if group.world > 1:
-            self._numbers = self._numbers.new_zeros(self._numbers.numel() - self._head + _NUMBERS + slots)
+        self._numbers = self._numbers.new_zeros(self._numbers.numel() - self._head + _NUMBERS + slots)
         self._head = _NUMBERS + slots
         if group.world > 1:
             self._cut(self._numbers.numel())
