@@ -107,9 +107,18 @@ def test_the_numbers_of_one_process(case: str, run_job: RunJob) -> None:
     assert decided[-1][-1] < BATCH / len(decided[-1])  # by how much depends on what else the machine does
 
 
-def test_a_lost_worker_is_replaced(make_job: MakeJob, run_job: RunJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param({"strategy.mesh": {"data": 3}}, id="data"),
+        pytest.param({"strategy.islands": 2, "strategy.mesh": {"shard": 2}}, id="islands of shards"),
+    ],
+)
+def test_a_lost_worker_is_replaced(
+    strategy: dict[str, Any], make_job: MakeJob, run_job: RunJob, tmp_path: Path
+) -> None:
     """Who takes its place knows no speeds: all begin with even shares again."""
-    changes = {**SETTINGS, "train.steps": 60, "strategy.mesh": {"data": 3}, "strategy.stragglers": EVERY}
+    changes = {**SETTINGS, **strategy, "train.steps": 60, "strategy.stragglers": EVERY}
     write_job(make_job, tmp_path, {**changes, "cluster.replacements": 5, "cluster.heartbeat": 0.2}, task_of(MLP, 2))
     command = start_command(tmp_path)
     folder = tmp_path / "run"
