@@ -231,6 +231,18 @@ def test_summary_and_report_say_it(tmp_path: Path) -> None:
     assert section({}) == ""
 
 
+def test_shares_by_speed_are_told(tmp_path: Path) -> None:
+    write(tmp_path, lambda rank, step: {})
+    assert summarise(tmp_path, status="done")["stragglers"]["shares"] is None
+    later = Journal(tmp_path / "journal", "worker", 0, 1, life=1)
+    for samples in ([10, 10, 10, 2], "damaged", [9, 9, 11, 3]):
+        later.event("shares", step=20, samples=samples)
+    later.close()
+    summary = summarise(tmp_path, status="done")
+    assert summary["stragglers"]["shares"] == {"changes": 2, "samples": [9, 9, 11, 3]}
+    assert "changed 2 times; of a global batch the workers had 9, 9, 11, 3 samples at last" in section(summary)
+
+
 def test_pauses_are_recorded(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "worker", 0, 1)
     end = record_pauses(journal, shortest=0)

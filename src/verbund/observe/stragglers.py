@@ -53,7 +53,8 @@ def measure(
     `lost_seconds` is in all, and `share` that of the workers' time. `workers` has of each: `lost_seconds`;
     `seconds_per_step`, its own; `samples_per_step`; `slower`, its own seconds per sample (per step in pipelines)
     as a multiple of its peers' median; `excess`, seconds per step that it has more than they, by cause; `cause`, the
-    largest. `found` names the workers that count as stragglers, the most expensive first.
+    largest. `found` names the workers that count as stragglers, the most expensive first. `shares` says, where these
+    go by speed, how often they changed, and the `samples` of each worker at last.
 
     Args:
         timeline: the run's.
@@ -86,6 +87,7 @@ def measure(
         "share": round(every / total, 6) if total > 0 else None,
         "found": [{key: row[key] for key in ("island", "rank", "lost_seconds", "slower", "cause")} for row in found],
         "workers": rows,
+        "shares": _shares(timeline),
         "how": HOW,
     }
 
@@ -93,6 +95,16 @@ def measure(
 def named(row: Mapping[str, Any]) -> str:
     """`worker 1`, of one of `workers` or `found`."""
     return f"worker {row['rank']}" + (f" of island {row['island']}" if row["island"] else "")
+
+
+def _shares(timeline: Timeline) -> dict[str, Any] | None:
+    events = (event for life in timeline.lives for event in life.journal.events if event["name"] == "shares")
+    changes = [event["samples"] for event in events if _whole(event.get("samples"))]
+    return {"changes": len(changes), "samples": changes[-1]} if changes else None
+
+
+def _whole(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 # -- what was lost -------------------------------------------------------------------------------------------
