@@ -99,12 +99,15 @@ def named(row: Mapping[str, Any]) -> str:
 
 def _shares(timeline: Timeline) -> dict[str, Any] | None:
     events = (event for life in timeline.lives for event in life.journal.events if event["name"] == "shares")
-    changes = [event["samples"] for event in events if _whole(event.get("samples"))]
-    return {"changes": len(changes), "samples": changes[-1]} if changes else None
+    changes = [event for event in events if _sound(event)]
+    last = max(changes, key=lambda event: float(event["wall"]), default=None)
+    return {"changes": len(changes), "samples": last["samples"]} if last is not None else None
 
 
-def _whole(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)
+def _sound(event: Mapping[str, Any]) -> bool:
+    samples = event.get("samples")
+    whole = isinstance(samples, list) and all(type(count) is int for count in samples)
+    return whole and type(event.get("wall")) in (int, float)
 
 
 # -- what was lost -------------------------------------------------------------------------------------------

@@ -26,10 +26,8 @@ def stragglers(summary: Mapping[str, Any]) -> str:
     if (shares := found.get("shares")) is not None:
         times = "once" if shares["changes"] == 1 else f"{shares['changes']} times"
         samples = ", ".join(map(str, shares["samples"][:_MOST]))
-        said = (
-            f"Shares went by speed, and changed {times}; of a global batch the workers had {samples} samples at last."
-        )
-        parts.append(f"<p>{escape(said)}</p>")
+        said = f"Shares went by speed, and changed {times}; of a global batch the workers had {samples} samples at last"
+        parts.append(f"<p>{escape(said)}.</p>")
     workers = found["workers"]
     causes = [cause for cause in CAUSES if any(row["excess"].get(cause) for row in workers)]
     head = ("", "lost to it", "own seconds a step", "samples a step", "times slower", *(CAUSES[c] for c in causes))
