@@ -151,6 +151,15 @@ def test_noise_moves_no_samples() -> None:
     assert counts == [[32] * 4] * 40
 
 
+def test_short_steps_are_looked_at_together() -> None:
+    """Of steps of some milliseconds five are too few to know a speed by."""
+    random = np.random.default_rng(5)
+    noisy = Cluster(lambda worker, count, step: 1e-4 * count * random.uniform(0.5, 1.5), 128, data=4)
+    assert [noisy.run(5) for _ in range(20)] == [[32] * 4] * 20
+    slow = Cluster(lambda worker, count, step: 1e-4 * count * (4 if worker == 3 else 1), 130, data=4)
+    assert slow.run(400) == [40, 40, 40, 10]
+
+
 def test_a_pause_moves_no_samples() -> None:
     cluster = Cluster(lambda worker, count, step: count + 500.0 * (worker == 1 and step % 5 == 2), 128, data=4)
     assert cluster.run(50) == [32] * 4

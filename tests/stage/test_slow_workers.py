@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from verbund.job import Stragglers
 from verbund.mesh.axes import Mesh
 from verbund.run import Run
 from verbund.stage.slow_workers import WINDOW_SECONDS, WINDOWS, SlowWorkers
@@ -43,6 +44,20 @@ def test_slow_data() -> None:
 def test_what_passes_is_not_told() -> None:
     assert not notes(lambda worker, step: (0.4 if worker == 1 and step % 60 < 15 else 0.1, 0.0), Mesh(data=4))
     assert not notes(lambda worker, step: (0.13 if worker == 1 else 0.1, 0.0), Mesh(data=4))
+
+
+def test_a_worker_that_is_slow_with_few_samples() -> None:
+    now = 0.0
+    slow = SlowWorkers(Mesh(data=2), True, range(2), Stragglers(name="rebalance"), lambda: now)
+    found = []
+    for _ in range(100):
+        now += 0.41
+        found += slow.record([199, 1], [0.1, 0.0, 0.4, 0.0])
+    (text,) = found
+    assert text == (
+        "worker 1 is 4.0 times as slow as the others in a step, with 1 sample to their 199: slow compute. It "
+        "costs 73 % of each step; without it the others might be faster"
+    )
 
 
 def test_each_window_must_be_so() -> None:

@@ -17,7 +17,7 @@ class Stragglers(Section):
     """`rebalance`: each worker's share of a global batch goes by how fast it has been; the numbers stay those of even
     shares, within rounding. `backup` (steps that do not wait for the slowest) there is with parameter servers only."""
     every: Annotated[int, Field(ge=2)] = 10
-    """rebalance: steps after which the shares are looked at again."""
+    """rebalance: steps after which the shares are looked at again, if they have taken half a second at least."""
 
     @model_validator(mode="after")
     def _there(self) -> Stragglers:

@@ -23,6 +23,8 @@ PARTS = 1 << 16
 """Weights of shares are whole numbers that add up to about so much."""
 NEWEST = 0.5
 """The weight of the last steps' speed against that of all before them."""
+LEAST_SECONDS = 0.5
+"""Speeds are those of so long a time at least: in short steps they are mostly noise."""
 WORTH = 0.97
 """Shares stay as they are unless the others promise a step of at most this part of its time."""
 
@@ -168,9 +170,13 @@ class Balance:
             if count and took > 0:
                 self._samples[worker].append(count)
                 self._seconds[worker].append(took)
-        return self._decide(step + 1 + self._lead) if (step + 1) % self._settings.every == 0 else None
+        self._passed += max(seconds)
+        if (step + 1) % self._settings.every or self._passed < LEAST_SECONDS:
+            return None
+        return self._decide(step + 1 + self._lead)
 
     def _clear(self) -> None:
+        self._passed = 0.0
         self._samples: list[list[int]] = [[] for _ in range(self.workers)]
         self._seconds: list[list[float]] = [[] for _ in range(self.workers)]
 

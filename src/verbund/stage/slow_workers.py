@@ -93,11 +93,18 @@ class SlowWorkers:
         self._told.add(worker)
         reading = self._data[worker] - _low([self._data[other] for other in others])
         cause = "slow data" if reading > lost / 2 else "slow compute"
-        text = (
-            f"{self._named(worker)} {pace / max(usual, 1e-12):.1f} times slower than the others: {cause}. It costs "
-            f"{100 * min(lost / passed, 1.0):.0f} % of each step"
-        )
-        if cause == "slow compute" and not self._rebalances:
+        samples = _low([self._samples[other] for other in others])
+        if 2 * self._samples[worker] < samples:  # what a step costs beside its samples is most of that
+            times = self._own[worker] / max(_low([self._own[other] for other in others]), 1e-12)
+            few, many = (round(count / self._steps) for count in (self._samples[worker], samples))
+            shares = f"{few} sample{'s' * (few != 1)} to their {many}"
+            said = f"{times:.1f} times as slow as the others in a step, with {shares}"
+        else:
+            said = f"{pace / max(usual, 1e-12):.1f} times slower than the others"
+        text = f"{self._named(worker)} {said}: {cause}. It costs {100 * min(lost / passed, 1.0):.0f} % of each step"
+        if self._rebalances:
+            return f"{text}; without it the others might be faster" if cause == "slow compute" else text
+        if cause == "slow compute":
             text += '; with `strategy.stragglers = "rebalance"` it would have fewer samples'
         return text
 
