@@ -187,6 +187,16 @@ def test_islands_that_share_a_batch() -> None:
     assert cluster.run(40) == pytest.approx([40, 40, 40, 40, 40, 10], abs=1)
 
 
+def test_islands_with_samples_of_their_own_move_none_between_them() -> None:
+    balance = Balance(Mesh(islands=2, data=2), Division(2), REBALANCE, joint=True, apart=True)
+    balance.begin(0, (50, 50))
+    for step in range(60):
+        counts = balance.counts(step, (50, 50))
+        balance.record(step, (50, 50), [count * (4.0 if worker == 3 else 1.0) for worker, count in enumerate(counts)])
+    assert balance.counts(60, (50, 50)) == [25, 25, 40, 10]
+    assert balance.islands(60) == Division(2)
+
+
 def test_everyone_has_a_sample() -> None:
     """A loader that reads ahead must not come to steps beyond those that are known."""
     cluster = Cluster(lambda worker, count, step: count * (900.0 if worker > 2 else 1.0), 24, islands=2, data=3)

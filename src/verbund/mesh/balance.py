@@ -45,7 +45,8 @@ class Balance:
         mesh: the islands and their axes.
         division: even shares inside of an island.
         settings: whether and when shares change.
-        joint: whether the islands share every global batch, and add up its gradients.
+        joint: whether the islands add up the gradients of every step.
+        apart: whether each island has samples of its own all the same, so many of each step.
         lead: steps that are planned ahead of the one that is computed: what is found after a step is for those
             beyond them.
     """
@@ -57,10 +58,11 @@ class Balance:
         settings: Stragglers | None = None,
         joint: bool = False,
         lead: int = 0,
+        apart: bool = False,
     ) -> None:
         self._mesh, self._even, self._settings = mesh, division, settings or Stragglers()
         self._islands = Division(mesh.islands, division.unit)
-        self._joint, self._lead = joint and mesh.islands > 1, lead
+        self._joint, self._lead, self._apart = joint and mesh.islands > 1, lead, apart
         self._inner = mesh.size("data", "shard")
         self.workers = self._inner * (mesh.islands if self._joint else 1)
         """Whose shares go by speed."""
@@ -122,7 +124,7 @@ class Balance:
         return next((shares.weights for shares in reversed(known) if shares.since <= step), ())
 
     def _among_islands(self, weights: tuple[int, ...]) -> Division:
-        if not weights or not self._joint:
+        if not weights or not self._joint or self._apart:
             return self._islands
         sums = (sum(weights[first : first + self._inner]) for first in range(0, len(weights), self._inner))
         return replace(self._islands, weights=tuple(sums), least=self._inner)
@@ -144,7 +146,7 @@ class Balance:
     def _promised(self, weights: tuple[int, ...]) -> list[int]:
         """The samples of each of `workers` in a whole global batch, with some weights."""
         sizes = self._whole
-        if self._joint and weights:
+        if self._joint and weights and not self._apart:
             islands = self._among_islands(weights)
             shares = (islands.share(sum(sizes), island) for island in range(self._mesh.islands))
             sizes = tuple(high - low for low, high in shares)

@@ -154,6 +154,7 @@ class Replica:
         self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
         """How an island's share of a global batch is divided, if all workers have even shares."""
         self._lead = job.data.prefetch * (job.data.loaders + 1) + _PLANNED
+        self._apart = job.data.placement == "island"
         self.balance = self._balanced()
         """Who has which samples."""
         self._busy = OwnSeconds(speaks=mesh.place("tensor", "pipeline") == 0)
@@ -225,7 +226,7 @@ class Replica:
 
     def _balanced(self) -> Balance:
         joint = not self.strategy.exchange.local
-        return Balance(self.mesh, self.division, self.strategy.stragglers, joint, self._lead)
+        return Balance(self.mesh, self.division, self.strategy.stragglers, joint, self._lead, self._apart)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""
