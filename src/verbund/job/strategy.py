@@ -74,6 +74,11 @@ class Strategy(Section):
                 "`stragglers` `rebalance` is for workers whose gradients are added up; with parameter servers use "
                 '`consistency = "asynchronous"`, where a slow island takes fewer tickets, or `backup`'
             )
+        elif self.exchange.federated:
+            problem = (
+                "`stragglers` `rebalance` is for workers whose gradients are added up; clients of a federation have "
+                "samples of their own: leave it out"
+            )
         elif self.exchange.local and self.islands > 1 and self.mesh.get("data", 1) * self.mesh.get("shard", 1) == 1:
             problem = (
                 f"`stragglers` `rebalance` divides samples inside of an island, and islands of `{self.exchange.name}` "
