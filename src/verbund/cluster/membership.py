@@ -30,10 +30,12 @@ class Era:
         number: rises with every change.
         members: the ranks of those who take part, the longest-serving first; a worker's place among them is its rank in
             the mesh of this era.
+        lost: whether it began because a member of the one before was lost: then nobody goes on in that.
     """
 
     number: int
     members: tuple[int, ...]
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,9 @@ class Membership:
         for rank in gone:
             del self._leaving[rank]
         self._holders &= set(members)
-        self._living, self._forced = members, False
+        lost, self._living, self._forced = self._forced, members, False
         self._met, self._since = set(), time.monotonic()
-        self.era = Era(self.era.number + 1, tuple(members))
+        self.era = Era(self.era.number + 1, tuple(members), lost)
         self._announce(self.era)
         return self.era, gone
 

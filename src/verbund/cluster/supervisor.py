@@ -407,7 +407,7 @@ class Supervisor:
             for watched in self._watched.values():
                 watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
             self._keys.forget(f"era {era.number - 2}")
-            self.tell_all("regroup", era=era.number, members=list(era.members))
+            self.tell_all("regroup", era=era.number, members=list(era.members), lost=era.lost)
         for spec in membership.due():
             try:
                 self._watch(self._start([self._placed(spec)]), selector)

@@ -22,6 +22,7 @@ from verbund.comm.shared_memory.group import SharedGroup, Started
 from verbund.comm.shared_memory.hierarchy import Hierarchy
 from verbund.comm.shared_memory.host import Host
 from verbund.comm.shared_memory.reduction import Reducer
+from verbund.comm.sockets import Sockets
 
 # The classes below the functions of torch.distributed, of which its stubs know only some.
 c10d: Any = dist
@@ -32,6 +33,7 @@ Work = Any
 
 # gloo's default of 2 takes a fifth longer over an all-reduce of 1 MB between two busy processes.
 _THREADS = 4
+_CONNECT_SECONDS = 30.0
 
 
 class Group:
@@ -68,6 +70,8 @@ class Group:
         self._numbers = list(range(world))  # the members' in the island
         self._shared: SharedGroup | None = None
         self._hierarchy: Hierarchy | None = None
+        self._parts: list[Group] = []
+        self._sockets = Sockets()
         self.note: str | None = None
         if world > 1:
             assert store is not None, "a group of several needs a store"
@@ -94,6 +98,7 @@ class Group:
         """
         part = Group(None, 0, 1, self.device, self._timeout, self._address)
         part.rank, part.world = ranks.index(self.rank), len(ranks)
+        self._parts.append(part)
         if part.world > 1:
             part._root = self._root
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
@@ -105,12 +110,17 @@ class Group:
     def _meet(self) -> None:
         limit = timedelta(seconds=self._timeout)
         options = c10d.ProcessGroupGloo._Options()
-        options._timeout = limit
+        # Once all are there they connect at once, or one of them has gone again.
+        options._timeout = min(limit, timedelta(seconds=_CONNECT_SECONDS))
         options._threads = _THREADS
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
+            self._store.set(f"here/{self.rank}", "1")
+            self._store.wait([f"here/{rank}" for rank in range(self.world)], limit)
             store = c10d.PrefixStore("gloo/", self._store)
-            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+            with self._sockets.opened():
+                self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+            self._gloo._set_default_timeout(limit)
             if self.device.type == "cuda":
                 nccl = c10d.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
@@ -301,8 +311,21 @@ class Group:
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         return [_arrays(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded, what), sizes, strict=True)]
 
+    def abandon(self) -> None:
+        """Breaks off whatever is under way in this group and its parts, here and at the other members: they raise
+        `PeerLost`. Any thread may call it."""
+        if self._host is not None:
+            self._host.progress.abandoned = True
+        self._sockets.shut_down()
+        for part in self._parts:
+            part.abandon()
+
     def close(self) -> None:
-        """Leaves the group; its sockets are closed."""
+        """Leaves the group and its parts for good; nobody waits there for this process any more."""
+        self.abandon()
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
         self._gloo = self._nccl = self._shared = self._hierarchy = None
 
     def _backend(self, tensor: Tensor) -> Any:

@@ -94,8 +94,13 @@ class Groups:
                 found[int(island) * len(rows) + place][name] = array
         return found
 
+    def abandon(self) -> None:
+        """Breaks off whatever is under way; see `Group.abandon`."""
+        for group in self._collective:
+            group.abandon()
+
     def leave(self) -> None:
-        """Closes all connections to the peers; whatever is under way with them breaks off."""
+        """Leaves all groups; see `Group.close`."""
         for group in self._collective:
             group.close()
 

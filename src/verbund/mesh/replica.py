@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verbund.checkpoint.piece import Piece
+from verbund.comm.collectives import Group
 from verbund.data.loader import Batch
 from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
@@ -193,6 +194,11 @@ class Replica:
     @tables.setter
     def tables(self, tables: Tables | None) -> None:
         self._forward.tables = tables
+
+    def part(self) -> None:
+        """Leaves the peers: nothing of what is under way with them is needed any more. `regroup` comes next."""
+        self._sums.regroup(Group.apart(0, 1, self.device))
+        self.groups.leave()
 
     def regroup(self, mesh: Mesh, groups: Groups) -> None:
         """Shares the samples with these peers from now on.

@@ -91,13 +91,12 @@ class Island:
         )
 
     def meet_anew(self, worker: Worker) -> None:
-        """Leaves all groups, and forms those of the newest era.
+        """Forms the groups of the newest era, after all of the former have been left.
 
         Raises:
             PeerLost: if a member did not come, and no later era did.
             Dismissed: if this worker is no member.
         """
-        self.groups.leave()  # whoever waits there for this worker sees that it is gone
         self.mesh, self.groups, self.era = _met(worker, self.job, self.groups.island.device)
         share = worker.spec.neighbours * self.mesh.world / worker.spec.world
         self.threads = device.use_threads(self.job.cluster.threads, max(1, round(share)))

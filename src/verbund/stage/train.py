@@ -15,6 +15,7 @@ import torch
 from verbund.cluster.supervisor import MEETING
 from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.peer_lost import PeerLost
+from verbund.comm.wire import Message
 from verbund.data.loader import Batch, Item, Loader
 from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
@@ -146,6 +147,8 @@ class _Training:
         """When the last step was done."""
         self._new = worker.joins
         """Whether it has nothing yet of what the others have trained."""
+        if self._elastic:
+            worker.hears = self._hear
         self._recent: deque[tuple[float, tuple[int, float, float, int, float]]] = deque()
         """What the journal of another worker has of the last steps, and when they were done."""
 
@@ -182,6 +185,11 @@ class _Training:
             "randomness": self.replica.randomness.report(),
         }
 
+    def _hear(self, message: Message) -> None:
+        """Breaks off what is under way with members of which one is lost: of another host's nothing else tells."""
+        if message.kind == "regroup" and self.worker.lost_in > self.island.era:
+            self.island.groups.abandon()
+
     def _begin(self, lost: bool) -> bool:
         """Compares the replicas, or takes a place among those who have begun; see `_regroup`."""
         if self._new:
@@ -217,7 +225,12 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
+        if not self._new:
+            self._write()  # what its connections have moved can be read as long as they are there
+        self.replica.part()
         self.island.meet_anew(self.worker)
+        if self.worker.lost_in > self.island.era:
+            raise PeerLost("a worker was lost while the members met")
         self.replica.regroup(self.island.mesh, self.island.groups)
         self.tickets = Tickets(self.island.train_set, self.job, self.island.mesh, self.replica.division.unit)
         return self._catch_up(lost)
