@@ -1,0 +1,46 @@
+"""Sockets that a library has opened, ended from outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from verbund.comm.sockets import Sockets
+
+
+def test_only_those_of_the_block_are_shut_down() -> None:
+    ours, others = socket.socketpair()
+    sockets = Sockets()
+    with sockets.opened():
+        theirs, peer = socket.socketpair()
+        listener = socket.create_server(("127.0.0.1", 0))
+        log = os.open(os.devnull, os.O_WRONLY)
+    later, peer_of_later = socket.socketpair()
+    sockets.shut_down()
+    sockets.shut_down()
+    for end in (theirs, peer):
+        end.settimeout(1.0)
+        assert end.recv(1) == b""
+    for one, other in ((ours, others), (later, peer_of_later)):
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+    assert os.write(log, b"x") == 1
+    for each in (ours, others, theirs, peer, listener, later, peer_of_later):
+        each.close()
+    os.close(log)
+
+
+def test_a_descriptor_that_is_another_ones_by_now_is_left_alone() -> None:
+    sockets = Sockets()
+    with sockets.opened():
+        first, second = socket.socketpair()
+    number = first.fileno()
+    first.close()
+    second.close()
+    third, fourth = socket.socketpair()
+    assert number in (third.fileno(), fourth.fileno())
+    sockets.shut_down()
+    third.send(b"x")
+    assert fourth.recv(1) == b"x"
+    third.close()
+    fourth.close()
