@@ -20,7 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("mesh", "exchange", "plan"),
     ("stage",),
     ("observe", "community", "interop"),
-    ("cli", "answer", "__main__", "__init__"),
+    ("cli", "cli_launch", "cli_options", "answer", "__main__", "__init__"),
 ]  # fmt: skip
 
 # What a stage shows when it has ended stands above it; it is imported where it is called.

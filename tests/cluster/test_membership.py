@@ -43,6 +43,26 @@ def members(membership: Membership) -> tuple[int, ...] | None:
     return None if change is None else change[0].members
 
 
+def test_who_comes_takes_the_place_of_one_that_goes() -> None:
+    """Where each holds something of its own: the others wait, and keep their places."""
+    membership = of(4, bounds=Bounds(4, 4, placed=True))
+    assert membership.lost(0, "killed")
+    assert membership.lost(2, "killed")
+    assert members(membership) is None
+    first, second = membership.due()
+    membership.ready(second.rank)
+    assert members(membership) is None
+    membership.ready(first.rank)
+    assert members(membership) in ((0, 1, 2, 3), (2, 1, 0, 3))
+    meet(membership)
+    assert membership.leave(1)  # asked to end: it stays until another has come
+    (fresh,) = membership.due()
+    assert fresh.rank == 4
+    membership.ready(4)
+    before = membership.era.members
+    assert members(membership) == tuple(4 if rank == 1 else rank for rank in before)
+
+
 def test_survivors_go_on_and_another_joins_them() -> None:
     membership = of(3)
     assert membership.change() is None

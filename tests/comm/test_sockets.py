@@ -8,16 +8,23 @@ import socket
 from verbund.comm.sockets import Sockets
 
 
+def _pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
 def test_only_those_of_the_block_are_shut_down() -> None:
-    ours, others = socket.socketpair()
+    ours, others = _pair()
     sockets = Sockets()
     with sockets.opened():
-        theirs, peer = socket.socketpair()
+        theirs, peer = _pair()
         listener = socket.create_server(("127.0.0.1", 0))
         log = os.open(os.devnull, os.O_WRONLY)
-    later, peer_of_later = socket.socketpair()
-    sockets.shut_down()
-    sockets.shut_down()
+    later, peer_of_later = _pair()
+    sockets.shut()
+    sockets.shut()
     for end in (theirs, peer):
         end.settimeout(1.0)
         assert end.recv(1) == b""
@@ -33,13 +40,13 @@ def test_only_those_of_the_block_are_shut_down() -> None:
 def test_a_descriptor_that_is_another_ones_by_now_is_left_alone() -> None:
     sockets = Sockets()
     with sockets.opened():
-        first, second = socket.socketpair()
+        first, second = _pair()
     number = first.fileno()
     first.close()
     second.close()
-    third, fourth = socket.socketpair()
+    third, fourth = _pair()
     assert number in (third.fileno(), fourth.fileno())
-    sockets.shut_down()
+    sockets.shut()
     third.send(b"x")
     assert fourth.recv(1) == b"x"
     third.close()

@@ -73,3 +73,19 @@ def test_a_run_whose_workers_stay(tmp_path: Path) -> None:
     assert summary["membership"]["over_time"] == [[0.0, 2]]
     assert section(summary) == ""
     assert section({}) == ""
+
+
+def test_from_whose_memory_it_went_on(tmp_path: Path) -> None:
+    def recovery(how: str, step: int, again: int) -> dict[str, Any]:
+        return {"t": "event", "name": "recovery", "at": 103 * S, "wall": 0.0, "how": how, "step": step, "again": again}
+
+    broken = {"t": "event", "name": "recovery", "at": 103 * S, "wall": 0.0, "how": "peers"}
+    recoveries = recovery("peers", 3, 0), recovery("mirrors", 2, 2), broken
+    _journal(tmp_path, "supervisor", 0, 1, _era(0, 0, 0, 1), _era(1, 2.5, 0, 1), *recoveries)
+    _journal(tmp_path, "worker", 0, 1, _steps(0, 1, 2, 3, 2, 3, 4))
+    summary = summarise(tmp_path, status="done", world=2)
+    found = summary["membership"]
+    assert found["recoveries"] == [{"how": "peers", "step": 3, "again": 0}, {"how": "mirrors", "step": 2, "again": 2}]
+    assert found["steps_redone"] == 2
+    assert (summary["steps"], summary["samples"]) == (5, 20)
+    assert "After step 2 training went on from mirrors in memory; steps done again: 2" in section(summary)

@@ -28,14 +28,12 @@ class Era:
 
     Args:
         number: rises with every change.
-        members: the ranks of those who take part, the longest-serving first; a worker's place among them is its rank in
-            the mesh of this era.
-        lost: whether it began because a member of the one before was lost: then nobody goes on in that.
+        members: the ranks of those who take part, the longest-serving first unless each has a place of its own; a
+            worker's place among them is its rank in the mesh of this era.
     """
 
     number: int
     members: tuple[int, ...]
-    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,13 @@ class Bounds:
         least: with fewer, members wait for those that are to come.
         most: that `scale` takes.
         fewer: whether it goes on with fewer than wanted, but `least`, where no more losses are replaced.
+        placed: whether each holds something of its own, so that who comes must take the place of one that goes.
     """
 
     least: int
     most: int
     fewer: bool = False
+    placed: bool = False
 
 
 class Membership:
@@ -188,7 +188,7 @@ class Membership:
             return None
         enough = len(staying) + len(ready) >= self.bounds.least and self._holders & set(staying)
         # Who is to leave stays as long as it is needed.
-        members = [*(staying if enough else self._living), *ready]
+        members = self._in_places(staying if enough else self._living, ready)
         if not self._forced and members == self._living:
             return None
         if len(members) < self.bounds.least and not self.closing:
@@ -199,11 +199,19 @@ class Membership:
         for rank in gone:
             del self._leaving[rank]
         self._holders &= set(members)
-        lost, self._living, self._forced = self._forced, members, False
+        self._living, self._forced = members, False
         self._met, self._since = set(), time.monotonic()
-        self.era = Era(self.era.number + 1, tuple(members), lost)
+        self.era = Era(self.era.number + 1, tuple(members))
         self._announce(self.era)
         return self.era, gone
+
+    def _in_places(self, former: Sequence[int], new: Sequence[int]) -> list[int]:
+        """The members in their order."""
+        if not self.bounds.placed:
+            return [*former, *new]
+        coming = iter(new)
+        members = [rank if rank in former else next(coming, None) for rank in self.era.members]
+        return [rank for rank in members if rank is not None]
 
     def due(self) -> list[ProcessSpec]:
         """The processes to start now; they count as joining."""

@@ -50,8 +50,6 @@ class Worker:
         """Whether the others have begun without it."""
         self.era = Era(-1, ()) if self.joins else Era(0, tuple(range(spec.world)))
         """The newest membership that this worker knows of."""
-        self.lost_in = 0
-        """The number of the newest era that began because a member was lost."""
         self._regrouped = threading.Condition()
         self._connection = connection
         self._asked: dict[int, queue.SimpleQueue[Message | None]] = {}
@@ -166,8 +164,6 @@ class Worker:
             elif message.kind == "regroup":
                 with self._regrouped:
                     self.era = Era(int(message.fields["era"]), tuple(map(int, message.fields["members"])))
-                    if message.fields["lost"]:
-                        self.lost_in = self.era.number
                     self._regrouped.notify_all()
             elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:

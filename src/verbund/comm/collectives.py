@@ -68,10 +68,9 @@ class Group:
         self._root = store  # a store of Python's is of no use to torch once Python has let go of it
         self._host: Host | None = None
         self._numbers = list(range(world))  # the members' in the island
+        self._sockets = Sockets()  # gloo's, those of all parts among them
         self._shared: SharedGroup | None = None
         self._hierarchy: Hierarchy | None = None
-        self._parts: list[Group] = []
-        self._sockets = Sockets()
         self.note: str | None = None
         if world > 1:
             assert store is not None, "a group of several needs a store"
@@ -98,11 +97,11 @@ class Group:
         """
         part = Group(None, 0, 1, self.device, self._timeout, self._address)
         part.rank, part.world = ranks.index(self.rank), len(ranks)
-        self._parts.append(part)
         if part.world > 1:
             part._root = self._root
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
             part._host, part._numbers = self._host, [self._numbers[rank] for rank in ranks]
+            part._sockets = self._sockets
             part._meet()
             part._share()
         return part
@@ -311,22 +310,15 @@ class Group:
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         return [_arrays(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded, what), sizes, strict=True)]
 
-    def abandon(self) -> None:
-        """Breaks off whatever is under way in this group and its parts, here and at the other members: they raise
-        `PeerLost`. Any thread may call it."""
-        if self._host is not None:
-            self._host.progress.abandoned = True
-        self._sockets.shut_down()
-        for part in self._parts:
-            part.abandon()
+    def leave(self) -> None:
+        """Ends all that this process has under way with the island's workers, in whatever group made from the first.
 
-    def close(self) -> None:
-        """Leaves the group and its parts for good; nobody waits there for this process any more."""
-        self.abandon()
-        for part in self._parts:
-            part.close()
-        self._parts.clear()
-        self._gloo = self._nccl = self._shared = self._hierarchy = None
+        Whoever waits for it meets `PeerLost` at once, as if the process had ended: so the news of a loss reaches those
+        that wait for others than the one that is lost. No group of these is of use to anybody any more.
+        """
+        if self._host is not None:
+            self._host.leave()
+        self._sockets.shut()
 
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._gloo

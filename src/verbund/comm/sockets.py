@@ -1,52 +1,53 @@
-"""The sockets that a library has opened in this process, and which only it knows: to end them from outside.
+"""The TCP sockets that a library has opened in this process, to end what goes over them.
 
-gloo's destructor waits for the collectives that are under way, and its `abort` ends nothing, so a process that leaves a
-group would hold up all others that wait there for it until their timeout.
+gloo has no way to give up what is under way, and keeps its connections as long as anybody refers to a piece of work.
+The kernel ends a connection for both sides at once, whoever holds it.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-_DESCRIPTORS = "/proc/self/fd"
+from contextlib import contextmanager, suppress
 
 
 class Sockets:
-    """Sockets by descriptor and inode."""
+    """Connections that were opened within `opened` blocks."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}
+        self._found: dict[int, int] = {}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Those that are opened within the block, by whatever thread, are taken note of."""
+        """Takes note of the sockets that are opened within the block."""
         before = _sockets()
-        yield
-        self._known |= {number: name for number, name in _sockets().items() if before.get(number) != name}
-
-    def shut_down(self) -> None:
-        """Ends their connections: both sides read an end. The descriptors stay the library's to close."""
-        there = _sockets()
-        for number, name in self._known.items():
-            if there.get(number) != name:
-                continue  # it was closed, and the descriptor is another file's
-            try:
-                with socket.socket(fileno=os.dup(number)) as copy:
-                    copy.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it was not connected, or has ended
-
-
-def _sockets() -> dict[int, str]:
-    found = {}
-    for entry in os.listdir(_DESCRIPTORS):
         try:
-            name = os.readlink(f"{_DESCRIPTORS}/{entry}")
-        except OSError:
-            continue
-        if name.startswith("socket:"):
-            found[int(entry)] = name
+            yield
+        finally:
+            self._found |= {
+                number: identity for number, identity in _sockets().items() if before.get(number) != identity
+            }
+
+    def shut(self) -> None:
+        """Ends the connections, for this process's own threads and for the peers. Their numbers stay in use."""
+        now = _sockets()
+        for number, identity in self._found.items():
+            if now.get(number) != identity:
+                continue  # it is closed, and the number may be another's
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    copy.shutdown(socket.SHUT_RDWR)
+        self._found.clear()
+
+
+def _sockets() -> dict[int, int]:
+    """The numbers of this process's sockets, and what the kernel knows each by."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.stat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
     return found

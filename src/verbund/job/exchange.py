@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
+from verbund.job.federated_privacy import Privacy, Secure
 from verbund.job.section import Positive, Section
 
 
@@ -83,6 +84,10 @@ class Exchange(Section):
     """federated: how updates become new parameters."""
     partition: Annotated[Partition, Field(examples=["iid", {"name": "dirichlet", "alpha": 0.3}])] = Partition()
     """federated, in a simulation: which client has which samples."""
+    privacy: Annotated[Privacy, Field(examples=["central", {"kind": "central", "noise": 1.0}])] = Privacy()
+    """federated: differential privacy."""
+    secure: Annotated[Secure, Field(examples=[{"threshold": 0.7}])] | None = None
+    """federated: secure aggregation; a table, which may be empty."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -165,7 +170,9 @@ _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
-    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition"), ("federated",)),
+    **dict.fromkeys(
+        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure"), ("federated",)
+    ),
     **dict.fromkeys(
         (
             "servers",

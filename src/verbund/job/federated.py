@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from verbund.job.federated_privacy import privacy_problems
 from verbund.job.section import Names, Positive, Section
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ NEEDS_SGD = ("scaffold", "fednova")
 SEES_EACH = (*ROBUST, "fedbuff")
 """Rules that look at single updates, or at when each began: sums, which is all that secure aggregation shows, are not
 enough."""
+NOISY_SUMS = (*SEES_EACH, "scaffold", "fednova")
+"""Rules whose updates have more than a difference, or are not added up: noise on a sum of clipped differences does not
+make them private."""
 UNIFORM = ("scaffold", *ROBUST)
 """Rules under which every client of the cohort counts the same."""
 
@@ -163,8 +167,26 @@ class Partition(Section):
 
 
 def exchange_problems(exchange: Exchange) -> list[str]:
-    """What in the exchange `federated` does not go together."""
-    problems, rule = [], exchange.rule
+    """What in the exchange `federated` does not go together; this, `job_problems` and `privacy_problems` alone say what
+    excludes what."""
+    rule, privacy = exchange.rule, exchange.privacy
+    problems = privacy_problems(privacy, exchange.secure)
+    if exchange.secure is not None and rule.name in SEES_EACH:
+        problems.append(f"the rule `{rule.name}` looks at single updates, which `secure` hides: leave one of them out")
+    if exchange.secure is not None and rule.refuse_beyond is not None:
+        problems.append("`rule.refuse_beyond` compares single updates, which `secure` hides: leave one of them out")
+    if exchange.secure is not None and rule.max_weight is not None:
+        problems.append(
+            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
+        )
+    if privacy.kind in ("central", "distributed") and rule.name in NOISY_SUMS:
+        problems.append(f"the privacy `{privacy.kind}` needs plain sums of differences, not the rule `{rule.name}`")
+    elif privacy.kind in ("central", "distributed") and rule.by_samples:
+        problems.append(
+            f"under the privacy `{privacy.kind}` all clients count the same: set `rule.weights` to `uniform`"
+        )
+    if privacy.kind in ("central", "distributed") and rule.clip_norm is not None:
+        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     if exchange.local_epochs is not None and exchange.local_steps is not None:
         problems.append("give `local_epochs` or `local_steps`, not both")
     if exchange.clients is not None and exchange.cohort_size(exchange.clients) > exchange.clients:
@@ -190,7 +212,7 @@ def too_few(rule: Rule, updates: int) -> str | None:
 
 
 def job_problems(exchange: Exchange, train: Train, mesh: dict[str, int], islands: int) -> list[str]:
-    """What in a job does not go with the exchange `federated`; this table and no other says what excludes what.
+    """What in a job does not go with the exchange `federated`.
 
     Args:
         exchange: the exchange.

@@ -21,8 +21,9 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
 
     `over_time` is a list of [seconds since the run began, workers], one for each change; `eras` has the same with the
     ranks of the `members`, and `generation` and `era`, its numbers; `replacements` what was replaced and why;
-    `seconds_lost` what changes took from training (`how`); `steps_redone` counts the steps that were done, and done
-    again after a restart from a checkpoint.
+    `recoveries` from where training went on where the mesh divides the model: `how`, `peers` or `mirrors`, after which
+    `step`, and how many steps were done `again`; `seconds_lost` what changes took from training (`how`); `steps_redone`
+    counts the steps that were done, and done again after a restart from a checkpoint or from mirrors.
     """
     supervisors = [j for j in journals if j.role == "supervisor"]
     eras = []
@@ -49,13 +50,19 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
         for event in journal.events
         if event["name"] == "replacement"
     ]
+    recoveries: list[dict[str, Any]] = []
+    for event in (event for journal in supervisors for event in journal.events if event["name"] == "recovery"):
+        how, step, again = event.get("how"), event.get("step"), event.get("again")
+        if isinstance(step, int) and isinstance(again, int):
+            recoveries.append({"how": str(how), "step": step, "again": again})
     pauses, redone = _restarts(journals)
     return {
         "over_time": [[era["seconds"], era["workers"]] for era in eras],
         "eras": eras,
         "replacements": replacements,
+        "recoveries": recoveries,
         "seconds_lost": round(_recovering(journals) + pauses, 3),
-        "steps_redone": redone,
+        "steps_redone": redone + sum(each["again"] for each in recoveries),
         "how": HOW,
     }
 

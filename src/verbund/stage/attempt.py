@@ -27,7 +27,7 @@ from verbund.run import Run
 from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.elastic import bounds, elastic
+from verbund.stage.elastic import bounds, goes_on
 from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.stopping import Promises
 
@@ -62,7 +62,7 @@ def attempt(
     for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
-    comes_and_goes = elastic(job)
+    comes_and_goes = goes_on(job)
     journal.event("membership", generation=generation, workers=job.world, joint=comes_and_goes)
 
     board = _board(run, job)
@@ -87,6 +87,9 @@ def attempt(
         elif message.kind == "saved":
             if warning := commits.saved(fields):
                 progress.message(warning)
+        elif message.kind == "regained":
+            journal.event("recovery", **{key: fields[key] for key in ("how", "step", "again")})
+            progress.message(_regained(**fields))
         elif message.kind == "wish":
             promises.wish(fields["reason"])
         elif message.kind == "promise":
@@ -208,6 +211,12 @@ def attempt(
     if interrupts.count:
         raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
+
+
+def _regained(how: str, step: int, again: int) -> str:
+    whose = "peers'" if how == "peers" else "mirrors in"
+    many = {0: "no step is", 1: "one step is"}.get(again, f"{again} steps are")
+    return f"training goes on after step {step} from {whose} memory; {many} done again"
 
 
 def _requests(run: Run) -> Requests | None:

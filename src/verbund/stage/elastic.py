@@ -6,6 +6,7 @@ from verbund.cluster.membership import Bounds
 from verbund.errors import InputError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
+from verbund.stage.refill import refills
 
 _LEAVE = "Leave it out"
 
@@ -40,9 +41,16 @@ def elastic(job: Job) -> bool:
     return fixed(job) is None
 
 
+def goes_on(job: Job) -> bool:
+    """Whether a training goes on in the same processes when a worker is lost."""
+    return elastic(job) or refills(job)
+
+
 def bounds(job: Job) -> Bounds:
-    """With how many workers an elastic training goes on."""
+    """With how many workers such a training goes on."""
     cluster, world = job.cluster, job.strategy.world
+    if refills(job):
+        return Bounds(world, world, placed=True)
     if rows_by_island(job):  # each island has rows of its own
         return Bounds(world, world)
     return Bounds(cluster.min_workers or 1, max(cluster.max_workers or world, world), cluster.min_workers is not None)

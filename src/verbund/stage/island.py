@@ -28,7 +28,7 @@ from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
-from verbund.stage.elastic import elastic, mesh_of
+from verbund.stage.elastic import goes_on, mesh_of
 from verbund.task import Task
 
 _EXAMPLE = 2
@@ -91,12 +91,13 @@ class Island:
         )
 
     def meet_anew(self, worker: Worker) -> None:
-        """Forms the groups of the newest era, after all of the former have been left.
+        """Leaves all groups, and forms those of the newest era.
 
         Raises:
             PeerLost: if a member did not come, and no later era did.
             Dismissed: if this worker is no member.
         """
+        self.groups.leave()  # whoever waits there for this worker sees that it is gone
         self.mesh, self.groups, self.era = _met(worker, self.job, self.groups.island.device)
         share = worker.spec.neighbours * self.mesh.world / worker.spec.world
         self.threads = device.use_threads(self.job.cluster.threads, max(1, round(share)))
@@ -126,7 +127,7 @@ class Island:
         worker.doing("joining" if worker.joins else MEETING, 0)
         if worker.joins:
             mesh, groups, era = Mesh(), Groups.alone(place), -1
-        elif elastic(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
+        elif goes_on(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
             mesh, groups, era = _met(worker, job, place)
         else:
             mesh, era = Mesh.of(job.strategy, rank), 0

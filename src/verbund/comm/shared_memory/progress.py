@@ -54,8 +54,6 @@ class Progress:
 
     def __init__(self, processes: int) -> None:
         self._lines: list[Line] = []
-        self.abandoned = False
-        """Nobody waits any more: set by another thread that knows of a member that is lost, here or on another host."""
         cores = len(os.sched_getaffinity(0))
         self._tries = _TRIES if processes <= cores else _TRIES_CROWDED
 
@@ -127,5 +125,3 @@ class Progress:
         # What it did last may have come in the meantime.
         if (lost := line.lost()) and not line.advance() and (lost := line.lost()):
             raise PeerLost(f"{what} broke off: {lost} gone")
-        if self.abandoned:
-            raise PeerLost(f"{what} broke off: a member is lost")

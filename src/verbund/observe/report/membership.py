@@ -22,5 +22,11 @@ def membership(summary: Mapping[str, Any]) -> str:
         (f"{era['seconds']:.1f} s", str(era["workers"]), ", ".join(map(str, era["members"]))) for era in eras[-_ROWS:]
     ]
     parts = [f"<p>{prose(text)}</p>", bullets(each["why"] for each in found["replacements"][-_ROWS:])]
+    parts.append(bullets(_recovered(each) for each in found.get("recoveries", [])[-_ROWS:]))
     parts.append(table("Members over time", ("from", "workers", "which"), rows))
     return "".join(parts)
+
+
+def _recovered(each: Mapping[str, Any]) -> str:
+    whose = "the memory of peers that held the same" if each["how"] == "peers" else "mirrors in memory"
+    return f"After step {each['step']} training went on from {whose}; steps done again: {each['again']}"

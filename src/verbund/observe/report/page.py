@@ -17,6 +17,7 @@ from verbund.observe.report import sections
 from verbund.observe.report.membership import membership
 from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
+from verbund.observe.report.rounds import rounds
 from verbund.observe.report.servers import servers
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
@@ -74,6 +75,7 @@ def page(
         section("Exchange between islands", sections.exchange(summary)),
         section("Parameter servers", servers(summary)),
         section("Workers that came and went", membership(summary)),
+        section("Rounds", rounds(summary)),
         section("Compressed gradients", sections.compression(summary)),
         section("Network", network(summary, settings)),
         section("Bytes, memory, energy", sections.costs(summary)),

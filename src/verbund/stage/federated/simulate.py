@@ -21,11 +21,11 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.federated.clients import Resident
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_of
 from verbund.stage.federated.rounds import Round, Rounds
 from verbund.stage.federated.simulated_server import SimulatedServer
+from verbund.stage.federated.vectorised import clients_of
 from verbund.stage.island import Island, augmentation
 from verbund.stage.judge import Judge
 from verbund.stage.recording import journal_of
@@ -61,7 +61,9 @@ def work(worker: Worker) -> dict[str, Any]:
             dropped = server.load(saved)
         for text in dropped if island.mesh.rank == 0 else ():
             worker.send("note", text=text)
-    rounds = Rounds(server, Resident(local, parts), island.groups.island)
+    leads = island.mesh.rank == 0
+    clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
+    rounds = Rounds(server, clients, island.groups.island)
     simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
