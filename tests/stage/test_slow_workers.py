@@ -10,8 +10,9 @@ import pytest
 from verbund.job import Exchange, Stragglers, Strategy
 from verbund.mesh.axes import Mesh
 from verbund.run import Run
+from verbund.stage import slow_workers
 from verbund.stage.paces import Paces
-from verbund.stage.slow_workers import WINDOW_SECONDS, WINDOWS, SlowWorkers
+from verbund.stage.slow_workers import WINDOWS, SlowWorkers
 
 Told = Callable[[int, int], tuple[float, float]]
 """Of a worker and a step: its own seconds, and those of them for data."""
@@ -143,31 +144,27 @@ def inputs(batch):
 
 
 EVERYWHERE: dict[str, dict[str, Any]] = {
+    "data": {"strategy.mesh": {"data": 3}},
     "islands that average": {"strategy.islands": 3, "strategy.exchange": {"name": "local_sgd", "every": 5}},
     "servers": {"strategy.islands": 3, "strategy.exchange": "parameter_server"},
 }
 
 
 @pytest.mark.parametrize("how", EVERYWHERE)
-def test_the_summary_finds_it_under_any_strategy(how: str, run_job: Callable[..., Run]) -> None:
-    run = run_job(SLOW, {"train.steps": 30, **EVERYWHERE[how]})
-    found = run.summary["stragglers"]
-    (only,) = found["found"]
-    assert (only["rank"], only["cause"]) == (1, "compute")
-    assert found["lost_seconds"] == pytest.approx(0.07 * 27, rel=0.5)
-
-
-def test_a_run_tells_it(run_job: Callable[..., Run]) -> None:
+def test_a_run_tells_it(how: str, run_job: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that really is slower: a note while it runs, once, and what it cost in summary and report."""
-    changes = {"train.steps": None, "train.seconds": WINDOWS * WINDOW_SECONDS + 3.0, "strategy.mesh": {"data": 3}}
-    run = run_job(SLOW, changes)
+    monkeypatch.setattr(slow_workers, "WINDOW_SECONDS", 0.3)
+    monkeypatch.setattr(slow_workers, "WINDOW_STEPS", 3)
+    steps = 45
+    run = run_job(SLOW, {"train.steps": steps, **EVERYWHERE[how]})
     (note,) = [text for text in run.summary["notes"] if "slower than the others" in text]
     assert note.startswith("worker 1 is")
     assert "slow compute" in note
+    assert ("rebalance" in note) == (how == "data")
     found = run.summary["stragglers"]
     (only,) = found["found"]
     assert (only["rank"], only["cause"]) == (1, "compute")
     assert only["slower"] > 2
-    # 0.07 s in every step but the first few, against the steps that there were.
-    assert found["lost_seconds"] == pytest.approx(0.07 * run.summary["steps"], rel=0.5)
+    # 0.07 s in every step but the first three.
+    assert found["lost_seconds"] == pytest.approx(0.07 * (steps - 3), rel=0.5)
     assert "slow compute" in (run.path / "report.html").read_text()
