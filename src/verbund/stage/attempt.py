@@ -29,6 +29,7 @@ from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.elastic import bounds, goes_on
 from verbund.stage.processes import units, with_servers, with_trace, workers
+from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Promises
 
 
@@ -70,6 +71,7 @@ def attempt(
     meter.start()
 
     links = Links()
+    slow = SlowWorkers(job.strategy)
 
     def handle(process: Process, message: Message) -> None:
         fields = message.fields
@@ -94,6 +96,10 @@ def attempt(
             promises.wish(fields["reason"])
         elif message.kind == "promise":
             promises.promise(process.spec.rank, fields["step"])
+        elif message.kind == "paces":
+            for text in slow.record(fields["rows"]):
+                journal.event("note", text=text)
+                progress.message(text)
         elif message.kind == "note":
             journal.event("note", text=fields["text"])
             progress.message(fields["text"])
