@@ -78,6 +78,11 @@ class Protection:
         assert self.secure is not None
         return min(max(round(weight), 1), self.secure.max_weight) if self._by_samples else 1
 
+    @property
+    def known(self) -> list[int]:
+        """Under local privacy: the clients that have sent something."""
+        return list(self._times)
+
     def affords(self, cohort: Sequence[int]) -> bool:
         """Whether a round of these clients stays within the budget."""
         if self.accountant is None:

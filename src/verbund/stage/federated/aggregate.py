@@ -26,6 +26,7 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.stage.federated import evaluation
+from verbund.stage.federated.conversation import number_of
 from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.orders import Order, obey
@@ -140,8 +141,9 @@ class Aggregator:
         if refused:
             return {"refused": refused}
         protection = self._protection(order["privacy"])
-        after = self._protected(protection, order, rule, parameters, updates) if protection else None
-        if after is None:
+        if protection is not None:
+            after = self._protected(protection, order, rule, parameters, updates)
+        else:
             after = rule.step(parameters, updates)
         norms = [norm(update.difference) for update in updates]
         weights = [update.weight for update in updates]
@@ -182,6 +184,9 @@ class Aggregator:
         parameters: dict[str, Tensor],
         updates: list[Update],
     ) -> dict[str, Tensor]:
+        if protection.local is not None:  # clients have added the noise; what they have spent is known here too
+            protection.begin(order["round"], sorted(number_of(str(facts["client"])) for facts in order["updates"]))
+            return rule.step(parameters, updates)
         assert isinstance(rule, SumRule)
         sums = protection.begin(order["round"], range(len(updates)))
         for place, update in enumerate(updates):
@@ -194,7 +199,7 @@ class Aggregator:
         return {
             "privacy": {
                 "state": protection.state(),
-                "enough": protection.affords(range(self._clients)),
+                "enough": protection.affords(protection.known or range(self._clients)),
                 "spent": protection.accountant.summary(),
                 "outlook": protection.outlook(self._job.train.steps or 0),
             }

@@ -151,7 +151,8 @@ class Accountant:
         """Takes up what `state` gave, in place of what was recorded."""
         self._events = Counter()
         for item in state:
-            self._events[Event(**item["event"])] += item["count"]
+            if item["count"]:
+                self._events[Event(**item["event"])] += item["count"]
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
