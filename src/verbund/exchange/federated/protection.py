@@ -68,11 +68,6 @@ class Protection:
         if self.secure is not None and self.privacy.kind != "distributed":
             self._round(0, self._cohort, 0)
 
-    @property
-    def needed(self) -> bool:
-        """Whether there is any."""
-        return self.secure is not None or self.privacy.kind != "none"
-
     def weight(self, weight: float) -> int:
         """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
         assert self.secure is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import InputError
 from verbund.exchange.federated.content import Content
-from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.rule import Rule, SumRule
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Refused, Screening, norm
@@ -30,6 +29,9 @@ from verbund.stage.federated.conversation import number_of
 from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.orders import Order, obey
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.protection import Protection
 
 _RULE = "rule"
 
@@ -168,8 +170,10 @@ class Aggregator:
     def _protection(self, state: dict[str, Any] | None) -> Protection | None:
         """Differential privacy as it is after what was released so far; None: there is none."""
         exchange = self._job.strategy.exchange
-        if exchange.privacy.kind == "none":
+        if not exchange.protected:
             return None
+        from verbund.exchange.federated.protection import Protection  # packages that not everybody has
+
         shapes = {name: tuple(values.shape) for name, values in self._first.items()}
         protection = Protection(exchange, shapes, self._clients, None, None)
         if state is not None:

@@ -17,7 +17,6 @@ from verbund.checkpoint import durable
 from verbund.cluster.worker import Worker
 from verbund.exchange.federated.client_side import PERSONAL
 from verbund.exchange.federated.content import Content
-from verbund.exchange.federated.privacy import Accountant, LocalPrivacy
 from verbund.stage.federated import evaluation
 from verbund.stage.federated.files import SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import Assignment, LocalTraining
@@ -67,9 +66,11 @@ class Training:
         positions = np.arange(len(island.train_set), dtype=np.int64)
         assignment = Assignment(order["client"], order["round"], order["version"], shared, told)
         privacy = island.job.strategy.exchange.privacy
-        noisy = LocalPrivacy(privacy) if privacy.kind == "local" else None
-        account = None
-        if noisy is not None:
+        noisy = account = None
+        if privacy.kind == "local":
+            from verbund.exchange.federated.privacy import Accountant, LocalPrivacy  # packages that not everybody has
+
+            noisy = LocalPrivacy(privacy)
             account = Accountant(privacy.delta, privacy.budget, noisy.protects)
             account.load([{"event": noisy.event.record(), "count": order["released"] - 1}])
             if not account.affords(noisy.event):
