@@ -15,7 +15,8 @@ from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import InputError
 from verbund.exchange.federated.content import Content
-from verbund.exchange.federated.rule import Rule
+from verbund.exchange.federated.protection import Protection
+from verbund.exchange.federated.rule import Rule, SumRule
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Refused, Screening, norm
 from verbund.exchange.federated.update import Update
@@ -69,6 +70,11 @@ class Aggregator:
         match order["order"]:
             case "initial":
                 rule = self._rule(self._first)
+                if (protection := self._protection(order)) is not None and not protection.affords(range(self._clients)):
+                    fix = "Raise it, or `strategy.exchange.privacy.noise`"
+                    raise InputError(
+                        "is not enough for one round", where="job, strategy.exchange.privacy.budget", fix=fix
+                    )
                 return self._written(self._first, rule)
             case "load":
                 self._rule(self._version(order["sha256"])[0], order["rule"])
@@ -138,7 +144,15 @@ class Aggregator:
             refused = {told_of[place]["client"]: why for place, why in outliers.items()}
         if refused:
             return {"refused": refused}
-        after = rule.step(parameters, updates)
+        protection = self._protection(order)
+        if protection is None:
+            after = rule.step(parameters, updates)
+        else:
+            assert isinstance(rule, SumRule), "the job's check has seen to it"
+            sums = protection.begin(order["round"], range(order["asked"]))
+            for place, update in enumerate(updates):
+                sums.add(place, rule.contribution(update), update.weight)
+            after = rule.apply(parameters, sums.close())
         norms = [norm(update.difference) for update in updates]
         weights = [update.weight for update in updates]
         typical = math.fsum(w * n for w, n in zip(weights, norms, strict=True)) / math.fsum(weights)
@@ -156,13 +170,36 @@ class Aggregator:
             "norm": {"mean": math.fsum(norms) / len(norms), "max": max(norms)},
             "agreement": min(norm(mean) / typical, 1.0) if typical else None,
             "metrics": evaluation.merged(self._job, states),
+            "privacy": _spent(protection, order["asked"]),
         }
+
+    def _protection(self, order: Order) -> Protection | None:
+        """The federation's privacy with what it has spent, if there is any."""
+        exchange = self._job.strategy.exchange
+        if exchange.privacy.kind == "none":
+            return None
+        shapes = {name: tuple(values.shape) for name, values in self._first.items()}
+        protection = Protection(exchange, shapes, self._clients, None)
+        if order.get("privacy"):
+            protection.load(order["privacy"]["state"])
+        return protection
 
     def _save(self, digest: str, folder: Path) -> dict[str, Any]:
         self._local.put(self._version(digest)[0])
         pieces: list[Piece] = [piece for kind in ("parameters", "buffers") for piece in self._replica.pieces(kind)]
         with torch.no_grad():
             return write_part(folder, 0, pieces)
+
+
+def _spent(protection: Protection | None, asked: int) -> dict[str, Any] | None:
+    """What has been spent of the budget, for the journal."""
+    if protection is None or protection.accountant is None:
+        return None
+    return {
+        "state": protection.state(),
+        "summary": protection.accountant.summary(),
+        "affords": protection.affords(range(asked)),
+    }
 
 
 class _NoSamples:

@@ -32,6 +32,8 @@ class Recorder:
         self._asked: dict[str, int] = {}
         self._counted: dict[str, int] = {}
         self._failed: dict[str, int] = {}
+        self.privacy: Event | None = None
+        """What has been spent of the privacy budget."""
         for event in history:
             self.add(event)
 
@@ -67,6 +69,7 @@ class Recorder:
         self._journal.close()
 
     def _stepped(self, event: Event) -> None:
+        self.privacy = event["privacy"]
         number, used = event["round"] - 1, dict(sorted(self._updates.items()))
         for counts, names in ((self._counted, used), (self._failed, self._refused)):
             for name in names:
@@ -129,6 +132,8 @@ def close_run(
             "sent": sum(client.bytes[1] for client in clients.values()),
             "how": "whole messages from and to clients in this life of the server",
         }
+        if recorder.privacy is not None:
+            summary["privacy"] = recorder.privacy["summary"]
         summary |= {"participation": recorder.participation(), "attempt": run.attempt}
         run.write_summary(summary)
         write_report(run.path, summary)

@@ -117,7 +117,10 @@ class Server:
         rounds, desk = self.journal.rounds, self.desk
         passed = time.monotonic() - self._since
         events: list[Event] = []
-        if rounds.phase is Phase.SELECTING:
+        if rounds.phase is Phase.SELECTING and self.journal.privacy and not self.journal.privacy["affords"]:
+            self._notify(f"the privacy budget is spent: {self.journal.privacy['summary']['statement']}")
+            events = rounds.end("the privacy budget is spent")
+        elif rounds.phase is Phase.SELECTING:
             events = rounds.select(desk.available(), passed >= self._settings.gather)
         elif rounds.phase is Phase.TRAINING:
             for name in desk.lost():
@@ -145,7 +148,8 @@ class Server:
             "sha256": journal.current,
             "rule": journal.rule,
             "round": rounds.round,
-            "clients": len(self.desk.clients),
+            "asked": len(rounds.members),
+            "privacy": journal.privacy,
             "updates": [_told_update(update) for update in updates],
         }
         found = self._aggregator.do(order, _STEP_SECONDS)
@@ -155,7 +159,7 @@ class Server:
                     self._notify(f"the update of {name} is refused: {why}")
                     journal.record(rounds.unusable(name, why))
             else:
-                told = {key: found[key] for key in ("metrics", "loss", "weight", "norm", "agreement")}
+                told = {key: found[key] for key in ("metrics", "loss", "weight", "norm", "agreement", "privacy")}
                 size = journal.versions.path(journal.current).stat().st_size
                 journal.record(rounds.stepped({**_files(found), **told, "size": size}))
             self.desk.changed.notify_all()
