@@ -263,23 +263,3 @@ def test_labels_select(hold: Hold) -> None:
     near.join()
     assert asked(near)["do"] == "train"
     assert held.events("round")[0]["cohort"] == ["near"]
-
-
-def test_the_privacy_budget_ends_the_training(hold: Hold, tmp_path: Path) -> None:
-    privacy = {"kind": "central", "noise": 2.0, "clip": 0.5, "budget": 5.0}
-    held = hold(rounds=50, privacy=privacy, rule={"name": "fedavg", "weights": "uniform"})
-    lines = [held.client(name) for name in ("north", "south")]
-    for line in lines:
-        line.join()
-    done = 0
-    while all((tasks_ := [asked(line) for line in lines])[n]["do"] == "train" for n in range(2)):
-        change = {n: torch.ones_like(v) for n, v in version(lines[0], tasks_[0], tmp_path / "north").items()}
-        for line, task in zip(lines, tasks_, strict=True):
-            assert send(line, task, tmp_path / "content", change)["counts"]
-        done += 1
-    spent = held.events("stepped")[-1]["privacy"]
-    assert done == len(held.events("stepped"))
-    assert 1 < done < 50
-    assert 0 < spent["summary"]["epsilon"] <= 5.0
-    assert spent["summary"]["releases"] == done
-    assert held.events("ended")[0]["why"] == "the privacy budget is spent"

@@ -44,13 +44,16 @@ class Offer:
             fix = 'Set `strategy.exchange = "federated"`'
             raise InputError(f"the exchange is `{job.strategy.exchange.name}`", where="job, strategy.exchange", fix=fix)
         asked = job.strategy.exchange
-        private = asked.privacy.kind not in ("none", "central") or asked.privacy.sampling == "poisson"
-        for key, wanted in (("secure", asked.secure is not None), ("privacy", private)):
+        privacy = asked.privacy
+        unavailable = {
+            "secure": asked.secure is not None,
+            "privacy.kind": privacy.kind not in ("none", "central"),
+            "privacy.sampling": privacy.sampling != "fixed",
+        }
+        for key, wanted in unavailable.items():
             if wanted:
                 fix = "Leave it out, or simulate with `verbund train`"
-                what = (
-                    "with real clients there is no secure aggregation, and of privacy `central` with `fixed` sampling"
-                )
+                what = "is set to what is not available with real clients"
                 raise InputError(what, where=f"job, strategy.exchange.{key}", fix=fix)
         if asked.rule.name == "fedbuff":
             fix = "Use a synchronous rule, or simulate with `verbund train`"
@@ -143,6 +146,6 @@ class Offer:
             "task_at": str(task_at or job.task),
             "secure": False,
             "epsilon": exchange.privacy.budget if exchange.privacy.kind != "none" else None,
-            "delta": exchange.privacy.delta,
+            "delta": exchange.privacy.delta if exchange.privacy.kind != "none" else None,
             "weighted": exchange.rule.by_samples,
         }

@@ -25,6 +25,8 @@ class Recorder:
 
     def __init__(self, run: Run, job: Job, generation: int, history: Iterable[Event]) -> None:
         self._journal = Journal(run.journal, "server", 0, generation, limit_mb=job.observe.journal_mb)
+        self.ended_by = "steps"
+        """What the training ended by, if it has."""
         self._cohort: list[str] = []
         self._updates: dict[str, Event] = {}
         self._refused: dict[str, str] = {}
@@ -32,8 +34,6 @@ class Recorder:
         self._asked: dict[str, int] = {}
         self._counted: dict[str, int] = {}
         self._failed: dict[str, int] = {}
-        self.privacy: Event | None = None
-        """What has been spent of the privacy budget."""
         for event in history:
             self.add(event)
 
@@ -54,6 +54,8 @@ class Recorder:
                 self._refused[event["client"]] = event["reason"]
             case "stepped":
                 self._stepped(event)
+            case "ended":
+                self.ended_by = event["why"]
             case "evaluated":
                 self._journal.event("validation", step=event["version"], metrics=event["metrics"])
 
@@ -69,13 +71,14 @@ class Recorder:
         self._journal.close()
 
     def _stepped(self, event: Event) -> None:
-        self.privacy = event["privacy"]
         number, used = event["round"] - 1, dict(sorted(self._updates.items()))
         for counts, names in ((self._counted, used), (self._failed, self._refused)):
             for name in names:
                 counts[name] = counts.get(name, 0) + 1
         if event["metrics"]:
             self._journal.event("validation", step=number, metrics=event["metrics"])
+        if event.get("privacy"):
+            self._journal.event("privacy", **event["privacy"]["spent"])
         weights = [update["weight"] for update in used.values()]
         loss = float("nan") if event["loss"] is None else event["loss"]
         self._journal.step(number, loss, event["weight"], int(event["weight"]), 0.0)
@@ -124,7 +127,7 @@ def close_run(
             cause=error.record() if error else None,
             strategy=job.strategy.model_dump(),
             world=len(recorder.participation()),
-            ended_by="steps" if error is None else None,
+            ended_by=recorder.ended_by if error is None else None,
         )
         summary["seconds"] |= {"total": round(seconds, 3)}
         summary["bytes"] |= {
@@ -132,8 +135,6 @@ def close_run(
             "sent": sum(client.bytes[1] for client in clients.values()),
             "how": "whole messages from and to clients in this life of the server",
         }
-        if recorder.privacy is not None:
-            summary["privacy"] = recorder.privacy["summary"]
         summary |= {"participation": recorder.participation(), "attempt": run.attempt}
         run.write_summary(summary)
         write_report(run.path, summary)
