@@ -45,7 +45,7 @@ class Worker:
         self.hears: Callable[[Message], None] = lambda _: None
         """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.cut: Callable[[], None] = lambda: None
-        """Called by that thread when a machine is gone: what is under way with peers there would not break by itself."""
+        """Called by that thread when a machine is gone: what goes on with peers there does not break by itself."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self.joins = bool(spec.settings.get("joins"))
