@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from verbund.answer import Answer, Output
-from verbund.cli_launch import JOINS, join, launch
-from verbund.cli_options import (
+from verbund.commands import federate
+from verbund.commands.launch import JOINS, join, launch
+from verbund.commands.options import (
     AsJson,
     ClusterText,
     Debug,
@@ -21,7 +22,7 @@ from verbund.cli_options import (
     Step,
     StrategyText,
     Workers,
-    changed,
+    changes_of,
     whole_number,
 )
 from verbund.errors import InputError, Interrupted
@@ -39,8 +40,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(launch, name="launch")
-app.command(epilog=JOINS)(join)
 
 
 def _version(wanted: bool) -> None:
@@ -96,7 +95,7 @@ def train(
     """Train a job; ends with a summary and a report."""
     from verbund.stage import launch
 
-    whole = Job.read(job, changed(settings, workers, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster))
     return _trained(launch.train(whole, run, quiet=quiet))
 
 
@@ -117,7 +116,7 @@ def resume(
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     from verbund.stage import launch
 
-    return _trained(launch.resume(run, changed(settings, workers, strategy, cluster), quiet=quiet))
+    return _trained(launch.resume(run, changes_of(settings, workers, strategy, cluster), quiet=quiet))
 
 
 @app.command(epilog="Examples: `verbund scale runs/latest 2` · `verbund scale runs/latest 8 --json`")
@@ -235,7 +234,7 @@ def doctor(
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, changed(settings, workers, strategy, cluster)) if job else None
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster)) if job else None
     findings = checks.examine(whole, network=network)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
@@ -306,11 +305,16 @@ def verify(
     from verbund.stage.verify import lines
     from verbund.stage.verify import verify as compare
 
-    whole = Job.read(job, changed(settings, None, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, None, strategy, cluster))
     found = compare(whole, against=against, steps=steps, quiet=quiet)
     verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
     status = "done" if found["passed"] else "failed"
     return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
+
+
+app.command(epilog=JOINS)(join)
+app.add_typer(launch, name="launch")
+app.add_typer(federate.app)
 
 
 def _evaluated_by(workers: int | None, strategy: str | None, cluster: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options that several verbs have."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbund.job import parse_changes, parse_cluster, parse_strategy
 
 
 def whole_number(text: str) -> int:
-    """The parser of an option that is one."""
+    """A whole number of an argument."""
     try:
         return int(text)
     except ValueError:
@@ -57,10 +57,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no 
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
-def changed(
+def changes_of(
     settings: list[str] | None, workers: int | None, strategy: str | None, cluster: str | None
 ) -> dict[str, Any]:
-    """The options that change a job, as dotted keys and their values."""
+    """The keys of a job that arguments change."""
     changes = parse_changes(settings or [])
     if strategy is not None:
         changes |= parse_strategy(strategy)

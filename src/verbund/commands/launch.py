@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from verbund.answer import Answer
-from verbund.cli_options import (
+from verbund.commands.options import (
     AsJson,
     Debug,
     JobFile,
@@ -16,7 +16,7 @@ from verbund.cli_options import (
     Settings,
     StrategyText,
     Workers,
-    changed,
+    changes_of,
     whole_number,
 )
 from verbund.errors import InputError
@@ -72,7 +72,7 @@ def slurm(
     """Write a batch script for `sbatch`: all nodes join, and what is preempted goes on when it is started again."""
     from verbund.stage.launchers.slurm import Slurm, script
 
-    whole = Job.read(job, changed(settings, workers, strategy, None))
+    whole = Job.read(job, changes_of(settings, workers, strategy, None))
     asked = Slurm(nodes, partition, time, gpus, cpus, account, requeues, stop_before, listen)
     return _written(script(whole, job.resolve(), asked, _given(settings, workers, strategy)), "script", out, "sbatch")
 
@@ -111,7 +111,7 @@ def kubernetes(
     """Write manifests for `kubectl`: an indexed Job, a headless Service, and a NetworkPolicy around them."""
     from verbund.stage.launchers.kubernetes import Kubernetes, manifests
 
-    whole = Job.read(job, changed(settings, workers, strategy, None))
+    whole = Job.read(job, changes_of(settings, workers, strategy, None))
     asked = Kubernetes(image, nodes, claim, mount, name, namespace, gpus, cpus, memory, grace)
     text = manifests(whole, job, asked, _given(settings, workers, strategy))
     return _written(text, "manifests", out, "kubectl apply -f")
