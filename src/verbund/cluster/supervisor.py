@@ -135,6 +135,8 @@ class Supervisor:
         """The process that its machine has asked to end, where all end for that, to begin again."""
         self._ending: float | None = None
         """Until when the others may end by themselves, after a failure."""
+        self._silent_ends = False
+        """Whether somebody was lost since the newest era whose end its peers do not notice, as its machine is gone."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -275,6 +277,7 @@ class Supervisor:
                 if ended.lost is not None and not self._cluster.replaced(ended.host):
                     self._fail(None, ended.lost, secondary=False)
                 else:
+                    self._silent_ends |= ended.lost is not None
                     self._lose(watched, ended.lost or self._death(watched, ended))
 
     # -- replacements --------------------------------------------------------------------------------------------
@@ -418,7 +421,8 @@ class Supervisor:
             for watched in self._watched.values():
                 watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
             self._keys.forget(f"era {era.number - 2}")
-            self.tell_all("regroup", era=era.number, members=list(era.members))
+            self.tell_all("regroup", era=era.number, members=list(era.members), cut=self._silent_ends)
+            self._silent_ends = False
         for spec in membership.due():
             try:
                 self._watch(self._start([self._placed(spec)]), selector)

@@ -346,6 +346,10 @@ class Group:
             self._host.leave()
         self._sockets.shut()
 
+    def cut(self) -> None:
+        """Breaks off what is under way over the network, from any thread: who waits for it meets `PeerLost`."""
+        self._sockets.shut()
+
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._gloo
 

@@ -134,7 +134,9 @@ class Island:
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        worker.cut = lambda: island.groups.cut()
+        return island
 
 
 def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
