@@ -18,7 +18,8 @@ from verbund.cluster.membership import Bounds, Membership
 from verbund.cluster.process import ProcessSpec
 from verbund.cluster.replacements import Budget
 from verbund.cluster.requests import Requests
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import WireError
 from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts

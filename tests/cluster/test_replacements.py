@@ -11,7 +11,8 @@ import pytest
 from cluster.staged import Actor, Part, StagedCluster
 from verbund.cluster.process import ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
