@@ -1,4 +1,4 @@
-"""What a supervisor knows of each process: how long it waits for a sign of life, and who is to blame for a standstill."""
+"""What a supervisor knows of each process: how long it may be silent, and who has brought all to a standstill."""
 
 from __future__ import annotations
 
