@@ -464,7 +464,11 @@ class Supervisor:
                 self._lose(watched, error)
                 return
         if (late := standing_still(living, self._limits.step_deadline)) is not None:
-            self._fail(*late, secondary=False)
+            culprit, error = late
+            if self._membership is not None and self._only_joins(culprit):
+                self._lose(culprit, error)  # nobody waits for it
+            else:
+                self._fail(culprit, error, secondary=False)
 
     def _fail(self, watched: Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
         name = watched.process.spec.name if watched else "supervisor"
