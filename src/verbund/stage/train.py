@@ -354,7 +354,7 @@ class _Training:
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 if self._mirrors is not None:
-                    self._mirrors.finish()
+                    self._mirrors.finish(step + 1)
                 self.replica.update(step, sizes, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
