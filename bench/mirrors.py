@@ -42,7 +42,7 @@ def main() -> None:
             "observe.journal_mb": 64,
         }
         run = launch.train(Job.read(given.job, changes), Path(folder) / "run", quiet=True)
-        journals = [journal for journal in read(run.path) if journal.role == "worker"]
+        journals = [journal for journal in read(run.journal) if journal.role == "worker"]
         held = [sum(j.held[kind] for kind in ("parameters", "optimizer", "buffers", "ema")) for j in journals if j.held]
     plain, with_mirror = [], []
     seconds = [_seconds(journal) for journal in journals]

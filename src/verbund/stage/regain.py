@@ -134,6 +134,8 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
     replica = island.replica(worker)
     replica.atomic = True
     state = hand_over(choice, replica, mine, mirrors, island.groups)
+    if replica.loss_scale is not None:
+        replica.loss_scale.load(state["loss_scale"])
     if mirrors is not None:
         if choice.owners:
             mirrors.back_to(choice.step)

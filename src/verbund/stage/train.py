@@ -264,6 +264,7 @@ class _Training:
             "seconds": self._elapsed(),
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             "recent": [row for _, row in self._recent],
+            "judged": self.judge.judged,
             **self.judge.state(),
         }
 
@@ -285,8 +286,6 @@ class _Training:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
         self._validated = -1
-        if self.replica.loss_scale is not None:
-            self.replica.loss_scale.load(state["loss_scale"])
         self._tell_regrouped(lost)
         self._record_again(state)
 
