@@ -108,7 +108,7 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
 
 def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
 
 
@@ -244,9 +244,8 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
-        held = None
-        if refills(self.job):
-            held = self._held(lost)
+        self._write()  # connections that are left tell no more what they moved
+        held = self._held(lost) if refills(self.job) else None
         self.island.meet_anew(self.worker)
         if held is not None:
             self._regain(held, lost)
