@@ -59,13 +59,11 @@ def work(worker: Worker) -> dict[str, Any]:
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
     mirrors = Mirrors.of(worker, job)
-    refilled = refills(job) and (worker.joins or island.era > 0)
-    if refilled:
-        replica, state = take_place(worker, island, mirrors)
+    refilled = False
+    if refills(job):
+        replica, state, refilled = take_place(worker, island, mirrors, lambda: _begun(worker, island))
     else:
         replica, state = _begun(worker, island)
-        if mirrors is not None:
-            mirrors.meet(island.groups, island.mesh.rank)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
@@ -213,7 +211,7 @@ class _Training:
             again = True
         elif self._new:
             again = self._regroup(lost)
-        elif self.island.era > 0:  # a worker was lost before all had met
+        elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
             self.replica.check_equal(self.step)
