@@ -2,7 +2,7 @@
 
     python bench/mirrors.py [--job examples/smollm2/job.toml] [--strategy shard=2] [--every 4] [--rounds 4]
 
-One training of `rounds` × `every` steps, and `every` to begin with. In each round the first of `every` steps ends with the
+One training of `rounds` × `every` steps, and `every` before. In each round the first of `every` steps ends with the
 start of a mirror, and in the second the rest is copied; the others have none, and are what a step takes. So both are
 measured side by side, whatever else the machine does. Times are those between the starts of steps, from the journals of
 all workers. One JSON line: medians over the rounds, in seconds; `share` is what a mirror takes of `--default` steps.

@@ -9,9 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from verbund.answer import Answer, Output
+from verbund.commands import federate
+from verbund.commands.launch import JOINS, join, launch
+from verbund.commands.options import (
+    AsJson,
+    ClusterText,
+    Debug,
+    JobFile,
+    Quiet,
+    RunDirectory,
+    Settings,
+    Step,
+    StrategyText,
+    Workers,
+    changes_of,
+    whole_number,
+)
 from verbund.errors import InputError, Interrupted
 from verbund.interrupts import Interrupt, Interrupts
-from verbund.job import Job, parse_changes, parse_cluster, parse_strategy
+from verbund.job import Job, parse_cluster, parse_strategy
 
 if TYPE_CHECKING:
     from verbund.run import Run
@@ -24,51 +40,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"`{text}` is not a whole number") from None
-
-
-JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).")]
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, e.g. runs/latest.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated."),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", parser=_whole_number, help="Number of workers: mesh axis `data`."),
-]
-StrategyText = Annotated[
-    str | None,
-    typer.Option(
-        "--strategy",
-        metavar="TEXT",
-        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · "
-        "islands=2,exchange=parameter_server · data=4,compression=int8; axes that are not named are 1.",
-    ),
-]
-ClusterText = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="KIND",
-        help="Where processes run: local · hosts or hosts=NAME,NAME · external or external=HOST:PORT, for machines "
-        "that `verbund join` · ray or ray=HOST:PORT.",
-    ),
-]
-Step = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", parser=_whole_number, help="The checkpoint; default: the newest."),
-]
-# What these three do is done in `main`, for errors too.
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no closing lines.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
 def _version(wanted: bool) -> None:
@@ -124,7 +95,7 @@ def train(
     """Train a job; ends with a summary and a report."""
     from verbund.stage import launch
 
-    whole = Job.read(job, _changes(settings, workers, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster))
     return _trained(launch.train(whole, run, quiet=quiet))
 
 
@@ -145,7 +116,7 @@ def resume(
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     from verbund.stage import launch
 
-    return _trained(launch.resume(run, _changes(settings, workers, strategy, cluster), quiet=quiet))
+    return _trained(launch.resume(run, changes_of(settings, workers, strategy, cluster), quiet=quiet))
 
 
 @app.command(epilog="Examples: `verbund scale runs/latest 2` · `verbund scale runs/latest 8 --json`")
@@ -155,7 +126,7 @@ def scale(
         int,
         typer.Argument(
             metavar="N",
-            parser=_whole_number,
+            parser=whole_number,
             help="Workers from now on: up to `cluster.max_workers`, or those that the strategy names.",
         ),
     ],
@@ -228,51 +199,6 @@ def predict(
     return Answer(told, lines)
 
 
-@app.command(
-    epilog="Examples: `verbund join 10.0.0.1:29170 --secret-file secret --slots 4` · `srun verbund join --slots 8` · "
-    "`torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint 10.0.0.1:29400 -m verbund join 10.0.0.1:29170`"
-)
-def join(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="HOST:PORT",
-            help="Where the command listens; default: `VERBUND_JOIN`, `MASTER_ADDR` or `SLURM_LAUNCH_NODE_IPADDR`.",
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--secret-file", metavar="FILE", help="The secret that the command has; default: `VERBUND_SECRET_FILE`."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            "--slots",
-            metavar="N",
-            parser=_whole_number,
-            help="Workers that this machine takes; default: as many as torchrun, srun or mpirun start here, else 1.",
-        ),
-    ] = None,
-    own: Annotated[
-        str | None,
-        typer.Option("--address", metavar="IP", help="Of this machine, for the others; default: towards the command."),
-    ] = None,
-    within: Annotated[
-        float, typer.Option("--within", metavar="SECONDS", help="How long to wait for the command and its run.")
-    ] = 600.0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> Answer:
-    """Take part in a run whose cluster is `external`, with this machine, until the run is over."""
-    from verbund.stage.joining import join as take_part
-
-    done = take_part(address, secret_file, slots, own=own, within=within, quiet=quiet)
-    return Answer({"status": "done", "joined": done.joined, "slots": done.slots}, [done.text])
-
-
 @app.command(epilog="Examples: `verbund report runs/latest` · `verbund report runs/latest --trace trace.json`")
 def report(
     run: RunDirectory,
@@ -308,7 +234,7 @@ def doctor(
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, _changes(settings, workers, strategy, cluster)) if job else None
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster)) if job else None
     findings = checks.examine(whole, network=network)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
@@ -370,7 +296,7 @@ def verify(
         str | None,
         typer.Option("--against", metavar="TEXT", help="Another strategy; default: a single process."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=_whole_number, help="Steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=whole_number, help="Steps to compare.")] = 3,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -379,26 +305,16 @@ def verify(
     from verbund.stage.verify import lines
     from verbund.stage.verify import verify as compare
 
-    whole = Job.read(job, _changes(settings, None, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, None, strategy, cluster))
     found = compare(whole, against=against, steps=steps, quiet=quiet)
     verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
     status = "done" if found["passed"] else "failed"
     return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
 
 
-def _changes(
-    settings: list[str] | None, workers: int | None, strategy: str | None, cluster: str | None
-) -> dict[str, Any]:
-    changes = parse_changes(settings or [])
-    if strategy is not None:
-        changes |= parse_strategy(strategy)
-    if workers is not None:
-        if strategy is not None:
-            raise InputError("--workers and --strategy both say how many", where="arguments", fix="Give one of them")
-        changes["strategy.mesh"] = {"data": workers}
-    if cluster is not None:
-        changes |= parse_cluster(cluster)
-    return changes
+app.command(epilog=JOINS)(join)
+app.add_typer(launch, name="launch")
+app.add_typer(federate.app)
 
 
 def _evaluated_by(workers: int | None, strategy: str | None, cluster: str | None) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from verbund.job.data import Data
 from verbund.job.exchange import Exchange
 from verbund.job.federated import Partition, Rule
 from verbund.job.federated_privacy import Privacy, Secure
+from verbund.job.federated_round import Round
 from verbund.job.job import Job
 from verbund.job.observe import Observe
 from verbund.job.optimizer import Group, Optimizer, Schedule
 from verbund.job.section import Section
+from verbund.job.stragglers import Stragglers
 from verbund.job.strategy import AXES, Strategy
 from verbund.job.train import Objective, Patience, Target, Train
 from verbund.job.validate import Validate
@@ -38,10 +40,12 @@ __all__ = [
     "Partition",
     "Patience",
     "Privacy",
+    "Round",
     "Rule",
     "Schedule",
     "Section",
     "Secure",
+    "Stragglers",
     "Strategy",
     "Target",
     "Train",

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
+from verbund.job.federated_privacy import Privacy, Secure
+from verbund.job.federated_round import Round
 from verbund.job.section import Positive, Section
 
 
@@ -83,6 +85,12 @@ class Exchange(Section):
     """federated: how updates become new parameters."""
     partition: Annotated[Partition, Field(examples=["iid", {"name": "dirichlet", "alpha": 0.3}])] = Partition()
     """federated, in a simulation: which client has which samples."""
+    round: Round = Round()
+    """federated, with real clients: what a server's rounds go by."""
+    privacy: Annotated[Privacy, Field(examples=["central", {"kind": "central", "noise": 1.0}])] = Privacy()
+    """federated: differential privacy."""
+    secure: Annotated[Secure, Field(examples=[{"threshold": 0.7}])] | None = None
+    """federated: secure aggregation; a table, which may be empty."""
 
     @model_validator(mode="after")
     def _fits(self) -> Exchange:
@@ -130,6 +138,11 @@ class Exchange(Section):
         """Whether clients train on what only they have."""
         return self.name == "federated"
 
+    @property
+    def protected(self) -> bool:
+        """federated: whether there is privacy or secure aggregation."""
+        return self.secure is not None or self.privacy.kind != "none"
+
     def cohort_size(self, clients: int) -> int:
         """federated: how many of so many clients train in a round."""
         return self.cohort if isinstance(self.cohort, int) else max(round(self.cohort * clients), 1)
@@ -165,7 +178,10 @@ _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
-    **dict.fromkeys(("clients", "cohort", "local_epochs", "local_steps", "rule", "partition"), ("federated",)),
+    **dict.fromkeys(
+        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),
+        ("federated",),
+    ),
     **dict.fromkeys(
         (
             "servers",

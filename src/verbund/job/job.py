@@ -72,6 +72,11 @@ class Job(Section):
                 "not share: leave it out"
             )
         problems += self._server_problems()
+        if self.strategy.stragglers.rebalances and train.batch_norm == "global" and train.micro_batch:
+            problems.append(
+                "`train.batch_norm` `global` needs each worker's share in one forward pass, and `strategy.stragglers` "
+                "`rebalance` makes some shares larger: leave out `train.micro_batch`"
+            )
         if self.strategy.exchange.federated:
             problems += job_problems(self.strategy.exchange, train, self.strategy.mesh, self.strategy.islands)
             if self.data.loaders:
@@ -94,10 +99,11 @@ class Job(Section):
             return []
         if train.ema is not None:
             problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
-        if train.clip_norm is not None and exchange.divided and self.strategy.islands > 1:
+        if train.clip_norm is not None and exchange.consistency == "bulk_synchronous" and self.strategy.islands > 1:
             problems.append(
-                "`train.clip_norm` needs the norm of a gradient that no single process has where islands share a "
-                "global batch: leave it out, or use `strategy.exchange.consistency` `asynchronous`"
+                "`train.clip_norm` needs the norm of a gradient that no single process has where islands add up their "
+                "shares of a global batch: leave it out, or use a `strategy.exchange.consistency` whose pushes are "
+                "steps, `bounded_staleness` or `asynchronous`: each is clipped by itself then"
             )
         if exchange.backup >= self.strategy.islands:
             problems.append(

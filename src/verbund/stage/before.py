@@ -15,6 +15,7 @@ from verbund.cluster.external import ExternalCluster
 from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
+from verbund.cluster.ray import RayCluster
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
@@ -22,6 +23,7 @@ from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Probl
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt
 from verbund.job import Data, Job
+from verbund.stage.federated import packages
 from verbund.stage.processes import with_trace
 
 Notify = Callable[[str], None]
@@ -41,7 +43,9 @@ class Facts:
     parameters: int
     worker_bytes: int
     table_bytes: int
-    """What each checkpoint has of tables on parameter servers, with what the optimiser keeps of them."""
+    """What each checkpoint has of tables on parameter servers whatever is used of them: values that no seed makes."""
+    row_bytes: int
+    """What it has of them besides if all rows are used: values of a `Table`, and what the optimiser keeps."""
     notes: list[str]
     costs: list[float] | None
     """The work of each layer at which a pipeline may be cut."""
@@ -67,9 +71,9 @@ def cluster_of(job: Job) -> Iterator[Cluster]:
     cluster: Cluster
     if job.cluster.kind == "hosts":
         cluster = HostsCluster(job, _made(cache), [Path(job.folder)], _heavy(job), environment)
-    elif job.cluster.kind == "external":
-        shared = [Path(job.folder)]
-        cluster = ExternalCluster(job, _made(cache), shared, _heavy(job), environment, notifier(False))
+    elif job.cluster.kind in ("external", "ray"):
+        kind = RayCluster if job.cluster.kind == "ray" else ExternalCluster
+        cluster = kind(job, _made(cache), [Path(job.folder)], _heavy(job), environment, notifier(False))
     else:
         cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), environment)
     try:
@@ -91,6 +95,8 @@ def _heavy(job: Job) -> tuple[str, ...]:
     heavy = ["torch._dynamo"] if job.train.compile else []
     if {"tensor", "pipeline"} & set(job.strategy.axes):
         heavy.append("verbund.stage.preload_divided")
+    if job.strategy.exchange.federated:
+        heavy.append("torch.fx.experimental.symbolic_shapes")  # vmap imports it when it is first called
     if task.needs_transformers(job):
         heavy.append("transformers.modeling_utils")
     return tuple(heavy)
@@ -117,6 +123,7 @@ def prepared_data(job: Job, notify: Notify, known: Path | None = None, *, traini
         from verbund.observe import tensorboard
 
         tensorboard.require()
+    packages.check(job)
     data = _data(job, notify)
     return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
 
@@ -195,7 +202,7 @@ def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
 
 
 def check_disk(place: Path, job: Job, facts: Facts) -> None:
-    """Whether there is room for a checkpoint of the tables on servers: it has all of their rows, used or not.
+    """Whether there is room for checkpoints of the tables on servers, of which they have the rows that are used.
 
     Args:
         place: the run's directory, which need not be there yet.
@@ -205,22 +212,24 @@ def check_disk(place: Path, job: Job, facts: Facts) -> None:
     Raises:
         InputError: if there is none.
     """
-    if facts.table_bytes < _MUCH:
+    sure, most = facts.table_bytes, facts.table_bytes + facts.row_bytes
+    if most < _MUCH:
         return
     there = next(folder for folder in (place.resolve(), *place.resolve().parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    each, room = (
-        f"each checkpoint takes {_size(facts.table_bytes)} for all rows of the tables",
-        f"{_size(free)} are free",
-    )
-    if facts.table_bytes > free:
+    room = f"{_size(free)} are free"
+    if sure > free:
         raise InputError(
-            f"{each}, used or not, and {room}",
+            f"each checkpoint takes {_size(sure)} for the tables, of which all rows have values at once, and {room}",
             where=str(there),
-            fix="Use smaller tables, or `--run` on a larger disk",
+            fix="Use `verbund.Table`, smaller tables, or `--run` on a larger disk",
         )
-    most = _size((job.checkpoint.keep + 1) * facts.table_bytes)
-    facts.notes.append(f"{each[0].upper()}{each[1:]}, {job.checkpoint.keep} and the one being written {most}; {room}")
+    copies = job.checkpoint.keep + 1
+    used = f", and up to {_size(most)} once all of their rows are used" if facts.row_bytes else ""
+    facts.notes.append(
+        f"Each checkpoint takes {_size(sure)} for the tables{used}; {job.checkpoint.keep} are kept while another is "
+        f"written, which makes {_size(copies * most)} at most, and {room}"
+    )
 
 
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:

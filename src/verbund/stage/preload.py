@@ -3,6 +3,7 @@
 import numpy.random
 import torch.utils.checkpoint
 
+import verbund.stage.federated.simulate
 import verbund.stage.predict
 import verbund.stage.preflight
 import verbund.stage.train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
 from verbund.stage.mirrors import Mirrors
+from verbund.stage.paces import Paces
 from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.refill import refills
@@ -65,7 +66,7 @@ def work(worker: Worker) -> dict[str, Any]:
     else:
         replica, state = _begun(worker, island)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
-    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
+    tickets = _tickets(island, replica)
     exchange = None
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
@@ -97,6 +98,11 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
     replica.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
     return replica, restore(Path(source), replica) if source else {}
+
+
+def _tickets(island: Island, replica: Replica) -> Tickets:
+    """The tickets as this worker's island shares them by the replica's balance."""
+    return Tickets(island.train_set, island.job, island.mesh, replica.division.unit, replica.balance)
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
@@ -242,14 +248,15 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
-        self._write()  # connections that are left tell no more what they moved
+        if not self._new:
+            self._write()  # what its connections have moved can be read as long as they are there
         held = self._held(lost) if refills(self.job) else None
         self.island.meet_anew(self.worker)
         if held is not None:
             self._regain(held, lost)
             return True
         self.replica.regroup(self.island.mesh, self.island.groups)
-        self.tickets = Tickets(self.island.train_set, self.job, self.island.mesh, self.replica.division.unit)
+        self.tickets = _tickets(self.island, self.replica)
         return self._catch_up(lost)
 
     def _known(self) -> dict[str, Any]:
@@ -279,6 +286,7 @@ class _Training:
         """Goes on with a replica that is filled from memory, from where all can."""
         self.replica, choice, state = regain(self.worker, self.island, self._mirrors, held)
         self.saver.replica, self._kept = self.replica, None
+        self.tickets = _tickets(self.island, self.replica)
         if choice.step != self.step:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
@@ -323,6 +331,8 @@ class _Training:
         """
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
+        self.replica.balance.begin(self.step, self.tickets.whole)
+        self._paces = Paces(self.worker, self.island.mesh, self.exchange is None, self._members())
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -346,7 +356,7 @@ class _Training:
             while reason is None:
                 step = self.step
                 sizes = self.tickets.sizes(step)
-                count = len(self.replica.plan(sizes))
+                count = len(self.replica.plan(sizes, step))
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 if self._mirrors is not None:
@@ -357,6 +367,7 @@ class _Training:
                     raise self._diverged(step)
                 self.step += 1
                 self.samples += sum(sizes)
+                self._paces.record(self.replica.balance.counts(step, sizes), sums.told)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
@@ -396,7 +407,7 @@ class _Training:
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
-            if passes := self.replica.plan(self.tickets.sizes(step)):
+            if passes := self.replica.plan(self.tickets.sizes(step), step):
                 ids = self.island.train_set.ids(self.tickets.positions(step))
                 for low, high, phantom in passes:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
@@ -464,6 +475,10 @@ class _Training:
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self._write()
+
+    def _members(self) -> Sequence[int]:
+        """The numbers of the workers, by their place in the mesh."""
+        return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""

@@ -17,7 +17,9 @@ from verbund.observe.report import sections
 from verbund.observe.report.membership import membership
 from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
+from verbund.observe.report.rounds import rounds
 from verbund.observe.report.servers import servers
+from verbund.observe.report.stragglers import stragglers
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
 from verbund.observe.timeline import Timeline, merge
@@ -70,10 +72,12 @@ def page(
         section("What held this run back", sections.verdict(summary)),
         section("Curves", sections.curves(summary)),
         section("Where the time went", sections.time(summary, timeline)),
+        section("Stragglers", stragglers(summary)),
         section("Pipeline", pipeline(summary, journals)),
         section("Exchange between islands", sections.exchange(summary)),
         section("Parameter servers", servers(summary)),
         section("Workers that came and went", membership(summary)),
+        section("Rounds", rounds(summary)),
         section("Compressed gradients", sections.compression(summary)),
         section("Network", network(summary, settings)),
         section("Bytes, memory, energy", sections.costs(summary)),

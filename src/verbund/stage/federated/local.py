@@ -98,13 +98,15 @@ class LocalTraining:
         self, replica: Replica, job: Job, samples: Samples, transform: Transform | None, total_rounds: int | None
     ) -> None:
         self.replica, self.job, self.samples = replica, job, samples
-        self._transform, self._total = transform, total_rounds
+        self._transform, self.total_rounds = transform, total_rounds
         self._trained = dict(zip(replica.names, replica.parameters, strict=True))
         buffers = changing(replica.model)
         self._buffers = {b.name: b for b in buffers if b.get().is_floating_point()}
         self._counts = [(b, b.get().clone()) for b in buffers if not b.get().is_floating_point()]
         self.side = ClientSide(job.strategy.exchange.rule, replica.model, list(self._trained), list(self._buffers))
-        self._first_own = {name: values.clone() for name, values in self._read(self.side.personal).items()}
+        self.first_personal = {name: values.clone() for name, values in self._read(self.side.personal).items()}
+        """What a client has for itself before its first round: the values of the model as it is now."""
+        self.changes_buffers = bool(buffers)
         self._journal = Unrecorded()
 
     def shared(self) -> dict[str, Tensor]:
@@ -136,7 +138,7 @@ class LocalTraining:
         side = self.side
         order = self.order(assignment, positions)
         base = dict(assignment.parameters)
-        own = {name: memory.get(f"{PERSONAL}{name}", self._first_own[name]) for name in side.personal}
+        own = {name: memory.get(f"{PERSONAL}{name}", self.first_personal[name]) for name in side.personal}
         self.put({**base, **own})
         shift = side.shift(assignment.told, memory)
         loss, weight = self._run(order, assignment.round, base, side.proximal, shift)
@@ -195,11 +197,11 @@ class LocalTraining:
         for step in range(order.steps):
             ids, number = order.step(step), order.ticket(step)
             sizes = (len(ids),)
-            plan = replica.plan(sizes)
+            plan = replica.plan(sizes, number)
             batches = (self._cut(ids, low, high, number) for low, high, _ in plan)
             sums = replica.gradients(batches, len(plan), number, sizes, 0.0, self._journal)
             correct = self._correction(base, proximal, shift, self.trained_in(step, order))
-            replica.update(round_, sizes, sums, self._total, correct)
+            replica.update(round_, sizes, sums, self.total_rounds, correct)
             total, weight = total + sums.loss, weight + sums.weight
         return total, weight
 

@@ -111,7 +111,7 @@ class Rounds:
         """
         told = dict(self._server.rule.told())
         assignments = [Assignment(client, number, number, self._server.parameters, told) for client in cohort]
-        return self.step(cohort, self._trained(assignments, flag))
+        return self.step(number, cohort, self._trained(assignments, flag))
 
     def _trained(self, assignments: Sequence[Assignment], flag: float) -> Iterator[tuple[list[Trained], float]]:
         """The updates of all, in order, chunk by chunk; each with the largest flag."""
@@ -121,10 +121,11 @@ class Rounds:
             mine = chunk[len(chunk) * rank // world : len(chunk) * (rank + 1) // world]
             yield gather(list(self._clients.train(mine, self._server.memories)), flag, self._group)
 
-    def step(self, cohort: list[int], chunks: Iterator[tuple[list[Trained], float]]) -> Round:
+    def step(self, number: int, cohort: list[int], chunks: Iterator[tuple[list[Trained], float]]) -> Round:
         """The server's step with what clients have trained.
 
         Args:
+            number: of the round.
             cohort: the clients, in order.
             chunks: their updates in that order, with the workers' largest flag.
 
@@ -134,6 +135,7 @@ class Rounds:
         server, round_ = self._server, Round(cohort)
         rule, screening = server.rule, server.screening
         summed = Sums() if isinstance(rule, SumRule) and not screening.compares else None
+        protected = server.protection.begin(number, cohort) if server.protection is not None else None
         accepted: list[Update] = []
         kept, place = {}, 0
         for trained, flag in chunks:
@@ -148,7 +150,10 @@ class Rounds:
                     continue
                 self._count(round_, update, usable)
                 kept[client] = memory
-                if summed is not None:
+                if protected is not None:
+                    assert isinstance(rule, SumRule)
+                    protected.add(client, rule.contribution(usable), usable.weight)
+                elif summed is not None:
                     assert isinstance(rule, SumRule)
                     summed.add(rule.contribution(usable), usable.weight)
                 else:
@@ -158,7 +163,7 @@ class Rounds:
             round_.refused[used[where]] = reason
             kept.pop(used[where])
         accepted = [u for client, u in zip(used, accepted, strict=False) if client not in round_.refused]
-        if len(round_.refused) == len(cohort):
+        if cohort and len(round_.refused) == len(cohort):
             client, reason = next(iter(round_.refused.items()))
             raise RunFailed(
                 f"no update of {len(cohort)} could be used; that of client {client}: {reason}",
@@ -166,6 +171,8 @@ class Rounds:
                 fix="Lower `train.optimizer.lr`, add `train.clip_norm`, or widen `refuse_beyond`",
             )
         before = server.parameters
+        if protected is not None:
+            summed = protected.close()
         if summed is not None:
             assert isinstance(rule, SumRule)
             server.parameters = rule.apply(before, summed)
@@ -174,7 +181,8 @@ class Rounds:
             server.parameters = rule.step(before, accepted)
             mean = {name: server.parameters[name] - before[name] for name in before}
         server.memories.update({client: memory for client, memory in kept.items() if memory})
-        typical = sum(w * n for w, n in zip(round_.weights, round_.norms, strict=True)) / sum(round_.weights)
+        shared = sum(w * n for w, n in zip(round_.weights, round_.norms, strict=True))
+        typical = shared / sum(round_.weights) if round_.weights else 0.0
         round_.agreement = min(norm(mean) / typical, 1.0) if typical else None
         return round_
 

@@ -11,7 +11,7 @@ from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import Worker
 from verbund.data.prepare import Prepared
 from verbund.exchange.federated.partition import Parts
-from verbund.exchange.federated.sampling import sampled
+from verbund.exchange.federated.sampling import joined, sampled
 from verbund.job import Strategy
 from verbund.mesh import equality
 from verbund.mesh.axes import Mesh
@@ -21,11 +21,11 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.federated.clients import Resident
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_of
 from verbund.stage.federated.rounds import Round, Rounds
 from verbund.stage.federated.simulated_server import SimulatedServer
+from verbund.stage.federated.vectorised import clients_of
 from verbund.stage.island import Island, augmentation
 from verbund.stage.judge import Judge
 from verbund.stage.recording import journal_of
@@ -61,7 +61,9 @@ def work(worker: Worker) -> dict[str, Any]:
             dropped = server.load(saved)
         for text in dropped if island.mesh.rank == 0 else ():
             worker.send("note", text=text)
-    rounds = Rounds(server, Resident(local, parts), island.groups.island)
+    leads = island.mesh.rank == 0
+    clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
+    rounds = Rounds(server, clients, island.groups.island)
     simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
@@ -114,9 +116,13 @@ class _Simulation:
         if reason is not None and self.rank == 0:
             done = f"Nothing to do: the run has had its {reason} ({self.step} rounds)"
             self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
+        self._look_ahead(reason)
         while reason is None:
             number = self.step
-            cohort = sampled(self.job.seed, number, self.parts.clients, self.cohort)
+            cohort = self._cohort(number)
+            if self.server.protection is not None and not self.server.protection.affords(cohort):
+                reason = "budget"
+                break
             self.worker.doing("training clients", number)
             start = time.monotonic_ns()
             played = self.rounds.play(number, cohort, self._flag())
@@ -146,6 +152,20 @@ class _Simulation:
         if train.steps is not None and self.step >= train.steps:
             return "steps"
         return "epochs" if train.epochs is not None and self.step >= train.epochs * self.per_epoch else None
+
+    def _look_ahead(self, reason: str | None) -> None:
+        """Says before the first round if the privacy budget will end the training."""
+        train, protection = self.job.train, self.server.protection
+        ends = [train.steps, train.epochs * self.per_epoch if train.epochs is not None else None]
+        rounds = min((end for end in ends if end is not None), default=self.step) - self.step
+        if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
+            self.worker.send("note", text=text)
+
+    def _cohort(self, number: int) -> list[int]:
+        rate = self.server.protection.rate if self.server.protection is not None else None
+        if rate is not None:
+            return joined(self.job.seed, number, self.parts.clients, rate)
+        return sampled(self.job.seed, number, self.parts.clients, self.cohort)
 
     def _flag(self) -> float:
         late = self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
@@ -228,6 +248,7 @@ class _Simulation:
             self._validate()
         if self.saver.last != self.step:
             self._save()
+        self._tell()
         self._write()
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
@@ -235,6 +256,14 @@ class _Simulation:
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
         if self.rank == 0 and self.step > self._first:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+
+    def _tell(self) -> None:
+        """What privacy was spent, for the report."""
+        protection = self.server.protection
+        if self.rank == 0 and protection is not None and protection.accountant is not None:
+            spent = protection.accountant.summary()
+            self.journal.event("privacy", **spent)
+            self.worker.send("note", text=f"Privacy: {spent['statement']}")
 
 
 def _reason(flag: float) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Screening
 from verbund.job import Job
 from verbund.stage.federated.local import LocalTraining
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.protection import Protection
 
 _RULE, _CLIENT = "rule/", "client/"
 
@@ -34,6 +37,15 @@ class SimulatedServer:
         self.parameters: dict[str, Tensor] = local.shared()
         self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
+        exchange = job.strategy.exchange
+        self.protection: Protection | None = None
+        if exchange.protected:
+            from verbund.exchange.federated.protection import Protection  # packages that not everybody has
+
+            shapes = {name: tuple(values.shape) for name, values in self.parameters.items()}
+            cohort = exchange.cohort_size(clients)
+            rate = cohort / clients if exchange.privacy.sampling == "poisson" else None
+            self.protection = Protection(exchange, shapes, cohort, rate, job.seed)
         self.memories: dict[int, Memory] = {}
 
     def show(self) -> None:
@@ -43,7 +55,8 @@ class SimulatedServer:
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors."""
         exchange = self._job.strategy.exchange
-        return {"name": exchange.name, "rule": exchange.rule.name}
+        protection = self.protection.state() if self.protection is not None else None
+        return {"name": exchange.name, "rule": exchange.rule.name, "protection": protection}
 
     def pieces(self) -> Iterator[Piece]:
         """What only this exchange knows, for a checkpoint."""
@@ -65,6 +78,8 @@ class SimulatedServer:
         record = checkpoint.state.get("exchange")
         if not record or record["name"] != self._job.strategy.exchange.name:
             return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
+        if self.protection is not None:
+            self.protection.load(record.get("protection"))
         rule = self._job.strategy.exchange.rule.name
         if record["rule"] != rule:
             return [f"The rule was `{record['rule']}`: its state, and what clients kept, was dropped"]
