@@ -159,7 +159,11 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
         everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
-        return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        try:
+            return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        except PeerLost:
+            everybody.leave()
+            raise
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)
     island = Group(store, own, mesh.size(*AXES), place, timeout)
