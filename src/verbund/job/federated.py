@@ -182,9 +182,7 @@ def exchange_problems(exchange: Exchange) -> list[str]:
     if privacy.kind in ("central", "distributed") and rule.name in NOISY_SUMS:
         problems.append(f"the privacy `{privacy.kind}` needs plain sums of differences, not the rule `{rule.name}`")
     elif privacy.kind in ("central", "distributed") and rule.by_samples:
-        problems.append(
-            f"under the privacy `{privacy.kind}` all clients count the same: set `rule.weights` to `uniform`"
-        )
+        problems.append(f"under the privacy `{privacy.kind}` all clients count the same: set `rule.weights` `uniform`")
     if privacy.kind in ("central", "distributed") and rule.clip_norm is not None:
         problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     if exchange.local_epochs is not None and exchange.local_steps is not None:

@@ -57,7 +57,7 @@ def work(worker: Worker) -> dict[str, Any]:
     per_epoch = order.tickets_per_epoch
     if job.strategy.exchange.federated:
         clients = parts_of(job, train_set, prepared.train).clients
-        per_epoch = -(-clients // job.strategy.exchange.cohort_size(clients))
+        per_epoch = job.strategy.exchange.rounds_per_epoch(clients)
     total = total_steps(job, per_epoch)
     schedule.factor(job.train.schedule, 0, total)
     if (job.train.target or job.train.patience) and validation_set is None:

@@ -68,7 +68,9 @@ def test_turns_over_several_workers(run_job: RunJob) -> None:
     close(alone, two, 1e-6)
 
 
-@pytest.mark.parametrize("rule", ["fedadam", "scaffold", {"name": "ditto", "proximal": 0.1}])
+@pytest.mark.parametrize(
+    "rule", ["fedadam", "scaffold", {"name": "ditto", "proximal": 0.1}, {"name": "fedbuff", "buffer": 2}], ids=str
+)
 def test_resuming_changes_no_bit(rule: Any, run_job: RunJob) -> None:
     """Parameters, the rule's moments, and what each client keeps go on."""
     how = settings(rule, cohort=5, partition={"name": "dirichlet", "alpha": 0.5})

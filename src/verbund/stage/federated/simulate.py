@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import Worker
 from verbund.data.prepare import Prepared
 from verbund.exchange.federated.partition import Parts
-from verbund.exchange.federated.sampling import sampled
 from verbund.job import Strategy
 from verbund.mesh import equality
 from verbund.mesh.axes import Mesh
@@ -21,6 +23,7 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_of
 from verbund.stage.federated.rounds import Round, Rounds
@@ -55,15 +58,20 @@ def work(worker: Worker) -> dict[str, Any]:
     parts = parts_of(job, island.train_set, prepared.train)
     total = worker.settings["total_steps"]
     local = LocalTraining(replica, alone, island.train_set, augmentation(job, island.task), total)
-    server = SimulatedServer(job, local, parts.clients, island.mesh.rank == 0)
+    server = SimulatedServer(job, local, parts.clients)
+    dropped: list[str] = []
     if source:
         with Checkpoint.open(Path(source), verify=False) as saved:
-            dropped = server.load(saved)
-        for text in dropped if island.mesh.rank == 0 else ():
-            worker.send("note", text=text)
+            dropped += server.load(saved)
     leads = island.mesh.rank == 0
     clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
-    rounds = Rounds(server, clients, island.groups.island)
+    kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
+    rounds = kind(job, server, clients, parts, island.groups.island)
+    if source:
+        with Checkpoint.open(Path(source), verify=False) as saved:
+            dropped += rounds.load(saved)
+    for text in dropped if leads else ():
+        worker.send("note", text=text)
     simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
@@ -98,9 +106,8 @@ class _Simulation:
         self.worker, self.island, self.replica, self.server = worker, island, replica, server
         self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
         self.job, self.rank = island.job, island.mesh.rank
-        self.cohort = self.job.strategy.exchange.cohort_size(parts.clients)
-        self.per_epoch = math.ceil(parts.clients / self.cohort)
-        self.saver = Saver(worker, run, replica, self.job.cluster.step_deadline, mesh=island.mesh, more=server.pieces)
+        self.per_epoch = self.job.strategy.exchange.rounds_per_epoch(parts.clients)
+        self.saver = Saver(worker, run, replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces)
         self.step = self._first = int(state.get("step", 0))
         self.samples = int(state.get("samples", 0))
         self.judge = Judge(self.job.train, state)
@@ -110,6 +117,10 @@ class _Simulation:
         self._reported, self._reported_samples = 0.0, self.samples
         self._validated = -1
 
+    def _pieces(self) -> Iterator[Piece]:
+        """What the first worker saves of the exchange, for all have the same."""
+        return chain(self.server.pieces(), self.rounds.pieces()) if self.rank == 0 else iter(())
+
     def run_to_end(self) -> dict[str, Any]:
         """Plays rounds until one of the job's ends is reached or a stop is asked for."""
         reason = self._end()
@@ -118,10 +129,9 @@ class _Simulation:
             self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
         while reason is None:
             number = self.step
-            cohort = sampled(self.job.seed, number, self.parts.clients, self.cohort)
             self.worker.doing("training clients", number)
             start = time.monotonic_ns()
-            played = self.rounds.play(number, cohort, self._flag())
+            played = self.rounds.play(number, self._flag())
             self.journal.add("compute", number, start, time.monotonic_ns())
             self.step += 1
             self.samples += int(played.samples)
@@ -164,7 +174,8 @@ class _Simulation:
         if self.rank == 0:
             rate = float(self.replica.optimizer.param_groups[0]["lr"])
             self.journal.step(number, self.loss, played.weight, int(played.samples), rate)
-            self.journal.event("round", **played.record(number, self.rounds.down, self.rounds.up))
+            record = played.record(number, self.rounds.down, self.rounds.up)
+            self.journal.event("round", **record, cpu=time.process_time())
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
                 self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
@@ -218,7 +229,7 @@ class _Simulation:
                 "data": self.worker.settings["data"],
                 **self.judge.state(),
                 "seconds": self._elapsed(),
-                "exchange": self.server.record(),
+                "exchange": {**self.server.record(), **self.rounds.record()},
                 "loss_scale": None,
             },
         )

@@ -26,11 +26,10 @@ class SimulatedServer:
         job: the rule.
         local: has the model whose values are the first ones.
         clients: how many there are.
-        owner: whether this worker saves it.
     """
 
-    def __init__(self, job: Job, local: LocalTraining, clients: int, owner: bool) -> None:
-        self._job, self._local, self._owner = job, local, owner
+    def __init__(self, job: Job, local: LocalTraining, clients: int) -> None:
+        self._job, self._local = job, local
         self.parameters: dict[str, Tensor] = local.shared()
         self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
@@ -47,8 +46,6 @@ class SimulatedServer:
 
     def pieces(self) -> Iterator[Piece]:
         """What only this exchange knows, for a checkpoint."""
-        if not self._owner:
-            return
         for name, values in self.rule.state().items():
             yield Piece.whole("exchange", f"{_RULE}{name}", values)
         for client, memory in sorted(self.memories.items()):
