@@ -69,7 +69,16 @@ def test_turns_over_several_workers(run_job: RunJob) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", ["fedadam", "scaffold", {"name": "ditto", "proximal": 0.1}, {"name": "fedbuff", "buffer": 2}], ids=str
+    "rule",
+    [
+        "fedadam",
+        "scaffold",
+        {"name": "ditto", "proximal": 0.1},
+        {"name": "fedbuff", "buffer": 2},
+        {"name": "fedper", "personal": ["2.*"]},
+        {"name": "fedrep", "personal": ["2.*"]},
+    ],
+    ids=str,
 )
 def test_resuming_changes_no_bit(rule: Any, run_job: RunJob) -> None:
     """Parameters, the rule's moments, and what each client keeps go on."""
@@ -97,6 +106,29 @@ def test_a_run_is_validated_predicted_and_goes_on_otherwise(run_job: RunJob, tmp
     assert launch.predict(run.path, str(tmp_path / "data.npz")).is_file()
     plain = launch.resume(run.path, {"strategy.exchange": "all_reduce", "train.epochs": None, "train.steps": 6})
     assert any("state of the exchange `federated` was dropped" in note for note in plain.summary["notes"])
+
+
+def test_personal_models_are_validated_on_samples_like_their_clients(run_job: RunJob) -> None:
+    """Two kinds of clients that call the same things by opposite names: no single model fits both, two heads do."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(800, 12)).astype(np.float32)
+    who = random.integers(0, 8, 800)
+    y = np.where(who % 2 == 0, x[:, 0] > 0, x[:, 0] <= 0).astype(np.int64)
+    how = settings(clients=None, local_epochs=2, partition={"name": "column", "column": "who"})
+    how |= {"data.validation_fraction": 0.25, "train.steps": 6}
+    found = {}
+    for rule in ("fedavg", {"name": "fedper", "personal": ["2.*"]}, {"name": "ditto", "proximal": 0.01}):
+        exchange = {**how["strategy.exchange"], "rule": rule}
+        run = run_job(changes={**how, "strategy.exchange": exchange}, x=x, y=y, who=who)
+        found[str(rule)] = run.summary["metrics"]["accuracy"]["last"]
+        if "fedper" in str(rule):
+            two = run_job(
+                changes={**how, "strategy.exchange": exchange, "strategy.mesh": {"data": 2}}, x=x, y=y, who=who
+            )
+            assert two.summary["metrics"]["accuracy"]["last"] == pytest.approx(found[str(rule)], abs=0.011)
+    averaged, *personal = found.values()
+    assert averaged < 0.65
+    assert min(personal) > 0.85
 
 
 def test_scaffold_finds_the_optimum_where_averaging_does_not(run_job: RunJob) -> None:

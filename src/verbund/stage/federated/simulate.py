@@ -15,6 +15,7 @@ from verbund.cluster.worker import Worker
 from verbund.data.prepare import Prepared
 from verbund.exchange.federated.partition import Parts
 from verbund.job import Strategy
+from verbund.job.federated import PERSONAL
 from verbund.mesh import equality
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
@@ -25,7 +26,8 @@ from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.local import LocalTraining
-from verbund.stage.federated.parts import parts_of
+from verbund.stage.federated.parts import parts_alike, parts_of
+from verbund.stage.federated.personal import evaluate_personal
 from verbund.stage.federated.rounds import Round, Rounds
 from verbund.stage.federated.simulated_server import SimulatedServer
 from verbund.stage.federated.vectorised import clients_of
@@ -72,7 +74,13 @@ def work(worker: Worker) -> dict[str, Any]:
             dropped += rounds.load(saved)
     for text in dropped if leads else ():
         worker.send("note", text=text)
-    simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
+    tastes = None
+    if island.validation_set is not None and job.strategy.exchange.rule.name in PERSONAL:
+        theirs = prepared.validation or prepared.train
+        tastes = parts_alike(job, parts, island.train_set, prepared.train, island.validation_set, theirs)
+        if leads:
+            worker.send("note", text="Validated are the clients' own models, each on samples like the client's")
+    simulation = _Simulation(worker, run, island, local, server, rounds, parts, tastes, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
 
@@ -95,19 +103,23 @@ class _Simulation:
         worker: Worker,
         run: Run,
         island: Island,
-        replica: Replica,
+        local: LocalTraining,
         server: SimulatedServer,
         rounds: Rounds,
         parts: Parts,
+        tastes: Parts | None,
         journal: Journal,
         links: Links,
         state: dict[str, Any],
     ) -> None:
-        self.worker, self.island, self.replica, self.server = worker, island, replica, server
+        self.worker, self.island, self.local, self.server = worker, island, local, server
+        self.replica, self._tastes = local.replica, tastes
         self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
         self.job, self.rank = island.job, island.mesh.rank
         self.per_epoch = self.job.strategy.exchange.rounds_per_epoch(parts.clients)
-        self.saver = Saver(worker, run, replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces)
+        self.saver = Saver(
+            worker, run, self.replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces
+        )
         self.step = self._first = int(state.get("step", 0))
         self.samples = int(state.get("samples", 0))
         self.judge = Judge(self.job.train, state)
@@ -205,7 +217,10 @@ class _Simulation:
         start = time.monotonic_ns()
         self.worker.doing("validating", self.step)
         self.server.show()
-        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        if self._tastes is not None:
+            metrics = evaluate_personal(self.local, self.server, self.island.validation_set, self._tastes, self.island)
+        else:
+            metrics = evaluate(self.replica, self.island.validation_set, self.island)
         self.journal.add("validate", self.step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)

@@ -37,7 +37,7 @@ class SimulatedServer:
 
     def show(self) -> None:
         """Gives the model the server's parameters: for validation, and for checkpoints."""
-        self._local.put(self.parameters)
+        self._local.put({**self.parameters, **self._local.first_personal})
 
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors."""
