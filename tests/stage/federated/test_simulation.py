@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,12 +185,26 @@ def test_the_journal_tells_of_every_round(run_job: RunJob) -> None:
         ({"rule": {"name": "fedper", "personal": ["nope.*"]}}, "matches no parameter"),
         ({"rule": {"name": "fedper", "personal": ["*"]}}, "no parameter is left"),
         ({"rule": "fedbn"}, "no normalisation layer"),
+        ({"partition": {"name": "column", "column": "y"}, "clients": None, "cohort": 6}, "more than the 5 clients"),
+        ({"partition": {"name": "column", "column": "y"}, "clients": None, "rule": "bulyan"}, "needs 7 updates"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_starts(changes: dict[str, Any], said: str, run_job: RunJob) -> None:
+def test_what_cannot_be_is_told_before_anything_starts(
+    changes: dict[str, Any], said: str, run_job: RunJob, tmp_path: Path
+) -> None:
     how = settings(**{k: v for k, v in changes.items() if k != "rule"}, rule=changes.get("rule", "fedavg"))
     with pytest.raises(InputError, match=said):
         run_job(changes=how)
+    assert not list(tmp_path.glob("run-*"))
+
+
+def test_a_step_of_one_sample_and_too_many_workers_are_told(run_job: RunJob, tmp_path: Path) -> None:
+    norm = DROPOUT.replace("nn.Dropout(0.5)", "nn.BatchNorm1d(16)")
+    with pytest.raises(InputError, match="has 29 samples, so that one step of 7 has a single one left"):
+        run_job(norm, {**settings(clients=7), "train.global_batch": 7})
+    with pytest.raises(InputError, match="3 workers cannot share 2 clients"):
+        run_job(changes={**settings(cohort=2), "strategy.mesh": {"data": 3}})
+    assert not list(tmp_path.glob("run-*"))
 
 
 @pytest.mark.parametrize("key", [{"secure": {}}, {"privacy": {"kind": "local"}}])
