@@ -2,14 +2,13 @@
 
     python bench/recovery.py [--workers 4] [--kills 10] [--seed 1]
 
-A small network is trained by worker processes of this machine that do nothing but take steps of about `--step`
-milliseconds. Again and again one of them, chosen by the seed, is ended by SIGKILL, while all take part. Two times are
-measured on the monotonic clock of the machine, from the kill: until all survivors have begun the first step that they
-take without the lost one (`next_step`), and until the process that takes the place computes its first samples
-(`replaced`). Steps are told of by the task: each worker appends time and step to a file of its own, so that nothing
-of the system's own records is trusted. Afterwards the loss of every step is compared with that of an undisturbed run
-of the same job. One JSON line: medians and maxima in seconds, steps that are missing, and the largest relative
-difference of a loss.
+A small network is trained by worker processes of this machine, in steps of about `--step` milliseconds and what they
+compute. Again and again one of them, chosen by the seed, is ended by SIGKILL, while all take part. Two times are
+measured from the kill, on the machine's monotonic clock: until all survivors have begun the first step that they take
+without the lost one (`next_step`), and until the process that takes its place computes its first samples (`replaced`).
+The task tells of the steps: each worker appends the time to a file of its own, so that nothing of the system's own
+records is trusted. Afterwards the loss of every step is compared with that of an undisturbed run of the same job. One
+JSON line: medians and maxima in seconds, steps that are missing, and the largest relative difference of a loss.
 """
 
 from __future__ import annotations

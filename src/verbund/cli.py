@@ -148,6 +148,29 @@ def resume(
     return _trained(launch.resume(run, _changes(settings, workers, strategy, cluster), quiet=quiet))
 
 
+@app.command(epilog="Examples: `verbund scale runs/latest 2` · `verbund scale runs/latest 8 --json`")
+def scale(
+    run: RunDirectory,
+    number: Annotated[
+        int,
+        typer.Argument(
+            metavar="N",
+            parser=_whole_number,
+            help="Workers from now on: up to `cluster.max_workers`, or those that the strategy names.",
+        ),
+    ],
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Change the number of workers of a run while another command trains it; the numbers stay the same."""
+    from verbund.stage.scale import scale as change
+
+    found = change(run, number)
+    line = f"{_workers(found['workers'])} in place of {found['former']}, after {found['seconds']} s"
+    return Answer({"status": "done", "run": str(run.resolve()), **found}, [line])
+
+
 @app.command(
     epilog="Examples: `verbund validate runs/latest --workers 2` · `verbund validate runs/latest --cluster local`"
 )

@@ -166,6 +166,11 @@ class Run:
         return self.path / "servers"
 
     @property
+    def requests(self) -> Path:
+        """Where a training takes requests while it goes on."""
+        return self.path / "requests"
+
+    @property
     def attempt(self) -> int:
         """How many times training was started on this run."""
         count = self._read("attempts.json", {"attempts": 0}).get("attempts")

@@ -266,7 +266,7 @@ def _rename(name: str) -> Callable[[Any], None]:
         (_rename("/etc/passwd"), "no name of a shard"),
         (_rename("part-00000-0.safetensors\n"), "no name of a shard"),
         (_set("format", "other"), "not the manifest"),
-        (_set("version", 2), "version 2"),
+        (_set("version", 3), "version 3"),
         (_set("step", -1), "step"),
         (_set("step", True), "step"),
         (_set("files", []), "lacks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -413,6 +414,40 @@ def test_a_member_lost_on_another_host(tmp_path: Path, victim: int) -> None:
         os.kill(pids[1 - victim], signal.SIGKILL)
         for rank in (2, 3):
             assert "broke off" in all_[rank].result(8.0)
+    finally:
+        end(all_)
+
+
+def in_a_chain(group: Group, tell: Any, receives: bool) -> str:
+    """0 waits for 1, and 1 for 2: of 2's end 0 hears by 1 alone, which keeps all that it had under way."""
+    low = group.part("low", [0, 1]) if group.rank < 2 else None
+    high = group.part("high", [1, 2]) if group.rank > 0 else None
+    tell(os.getpid())
+    waits = low if group.rank == 0 else high
+    assert waits is not None
+    kept = []
+    try:
+        if receives:
+            kept = [low.start_send(torch.ones(3), 0, 7)] if low is not None and group.rank else []
+            waits.receive(torch.ones(3), group.rank == 0, 5, "the values")
+        while True:
+            waits.all_reduce(torch.ones(5000), "the sum")
+    except collectives.PeerLost as error:
+        group.leave()
+        group.leave()  # once more changes nothing
+        return f"{error.what} ({len(kept)} kept)"
+
+
+@pytest.mark.parametrize("receives", [False, True])
+@pytest.mark.parametrize("hosts", [None, ["a", "b", "c"]])
+def test_who_leaves_ends_the_wait_of_others(hosts: list[str] | None, receives: bool, tmp_path: Path) -> None:
+    all_ = members.start(tmp_path, 3, in_a_chain, receives, hosts=hosts, timeout=60.0)
+    try:
+        pids = [member.result() for member in all_]
+        time.sleep(0.1)
+        os.kill(pids[2], signal.SIGKILL)
+        for rank in (1, 0):
+            assert re.search("broke off|could not start", all_[rank].result(5.0))
     finally:
         end(all_)
 

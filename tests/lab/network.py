@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from typing import Any
+from typing import Any, Literal
 
 _SUBNETS = range(1, 250)
 _END_SECONDS = 5.0
@@ -46,6 +46,7 @@ class Lab:
         self._count, self._rate = hosts, rate
         self._lock: tuple[str, int] | None = None
         self._net = ""
+        self._one_way: dict[int, tuple[str, str]] = {}
         self.hosts: list[str] = []
         """The hosts' addresses."""
 
@@ -104,13 +105,22 @@ class Lab:
         for pid in self.pids(host):
             _kill(pid)
 
-    def cut(self, host: int) -> None:
-        """From now on the host's link loses everything, and nobody is told."""
-        _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
+    def cut(self, host: int, way: Literal["both", "to", "from"] = "both") -> None:
+        """From now on the host's link loses everything, or all that goes to it or comes from it; nobody is told."""
+        if way == "both":
+            _ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
+            return
+        name, device = (self._switch, f"port{host}") if way == "to" else (self.hosts[host], "eth0")
+        _tc("-n", name, "qdisc", "replace", "dev", device, "root", "blackhole")
+        self._one_way[host] = name, device
 
     def restore(self, host: int) -> None:
         """Ends a cut."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
+        if (place := self._one_way.pop(host, None)) is not None:
+            _tc("-n", place[0], "qdisc", "delete", "dev", place[1], "root")
+            if self._rate is not None:
+                self.set_rate(host, self._rate)
 
     def set_rate(self, host: int, rate: str) -> None:
         """Caps a host's link in both directions."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -63,6 +64,46 @@ def test_a_link_is_capped_counted_cut_and_restored() -> None:
         assert lab.run(1, [sys.executable, "-c", SEND.format(address=lab.hosts[0], size=1)]).returncode != 0
         lab.restore(1)
         assert moved(lab, 1000)[0] == 1000
+
+
+HEAR = """
+import socket
+heard = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+heard.bind(("{address}", 5001))
+heard.settimeout({seconds})
+print("ready", flush=True)
+try:
+    print(heard.recv(10).decode())
+except TimeoutError:
+    print("nothing")
+"""
+SAY = """
+import socket
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"word", ("{address}", 5001))
+"""
+
+
+def heard(lab: Lab, speaker: int, listener: int, seconds: float) -> str:
+    """What comes of one datagram."""
+    address = lab.hosts[listener]
+    program = HEAR.format(address=address, seconds=seconds)
+    hearing = lab.start(listener, [sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert hearing.stdout is not None
+    assert hearing.stdout.readline() == "ready\n"
+    lab.run(speaker, [sys.executable, "-c", SAY.format(address=address)])
+    return hearing.communicate(timeout=20)[0].strip()
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_a_link_is_cut_one_way(way: Literal["to", "from"]) -> None:
+    with Lab(hosts=2) as lab:
+        assert heard(lab, 0, 1, 10.0) == heard(lab, 1, 0, 10.0) == "word"
+        lab.cut(1, way)
+        lost, kept = ((0, 1), (1, 0)) if way == "to" else ((1, 0), (0, 1))
+        assert heard(lab, *lost, 0.3) == "nothing"
+        assert heard(lab, *kept, 10.0) == "word"
+        lab.restore(1)
+        assert heard(lab, *lost, 10.0) == "word"
 
 
 def test_what_a_killed_lab_leaves_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -86,10 +86,14 @@ def inputs(batch):
 LONG = {**SERVED, "train.steps": 400, "data.validation_fraction": 0.0, "cluster.heartbeat": 0.2}
 
 
-def test_a_link_that_loses_everything_for_a_while(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["both", "to", "from"])
+def test_a_link_that_loses_everything_for_a_while(
+    way: Literal["both", "to", "from"], lab: Lab, make_job: MakeJob, tmp_path: Path
+) -> None:
+    """In both directions or in one: all wait, nobody is replaced, and nothing is done twice."""
     write(lab, make_job, tmp_path, LONG, COUNTED)
     command = start(lab, tmp_path, 40)
-    lab.cut(1)
+    lab.cut(1, way)
     time.sleep(5)
     assert command.poll() is None
     lab.restore(1)
@@ -97,6 +101,7 @@ def test_a_link_that_loses_everything_for_a_while(lab: Lab, make_job: MakeJob, t
     assert command.returncode == 0, errors
     summary = json.loads(out)
     assert (summary["steps"], summary["failures"]) == (400, [])
+    assert summary["servers"]["repeated"] == 0
 
 
 def test_another_server_on_the_host_of_a_killed_one(

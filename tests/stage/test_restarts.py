@@ -18,7 +18,8 @@ from verbund.stage import launch
 SETTINGS: dict[str, Any] = {
     "cluster.replacements": 5,
     "cluster.heartbeat": 0.2,
-    "strategy.mesh": {"shard": 2},  # of plain replicas a lost one is replaced instead
+    "strategy.mesh": {"shard": 2},
+    "checkpoint.mirror": 0,  # with mirrors or replicas a lost worker is replaced instead
     "train.steps": 120,
     "train.optimizer": {"name": "adamw", "lr": 1e-3},
     "checkpoint.every": 10,

@@ -6,6 +6,8 @@ A checkpoint is a folder:
     manifest.sha256            the manifest's own hash, as `sha256sum -c` reads it
     part-00000-0.safetensors   what process 0 owns, in shards
 
+Of a sparse box its file has some rows and their numbers; the manifest says what the others hold (`sparse`).
+
 Nothing here imports torch: the process that supervises a run commits, verifies and prunes without it.
 """
 
@@ -24,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from verbund.checkpoint.box import Box, uncovered
+from verbund.checkpoint.sparse import StoredRows
 from verbund.errors import CheckpointError
 
 FORMAT = "verbund checkpoint"
-VERSION = 1
+VERSIONS = 1, 2
+"""Those that are read; 2 has sparse boxes, and is written only if there are some."""
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 MANIFEST_LIMIT = 64 << 20
@@ -69,11 +73,24 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a tensor and the file and safetensors key it lies under."""
+    """A box of a tensor and the file and safetensors key it lies under; of a sparse one which rows lie there."""
 
     box: Box
     file: str
     key: str
+    rows: StoredRows | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = {"offset": self.box.offset, "length": self.box.length, "file": self.file, "key": self.key}
+        return found if self.rows is None else {**found, "rows": self.rows.record()}
+
+    def places(self, itemsize: int) -> dict[str, int]:
+        """The bytes that it has in its file, by key."""
+        if self.rows is None:
+            return {self.key: self.box.volume * itemsize}
+        width = self.box.volume // max(self.box.length[0], 1)
+        return {self.key: self.rows.count * width * itemsize, self.rows.key: self.rows.count * 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +115,9 @@ class Manifest:
         """
         if raw.get("format") != FORMAT:
             raise ValueError("is not the manifest of a checkpoint")
-        if raw.get("version") != VERSION:
-            raise ValueError(f"has format version {raw.get('version')!r}; this program reads version {VERSION}")
+        if type(raw.get("version")) is not int or raw["version"] not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            raise ValueError(f"has format version {raw.get('version')!r}; this program reads {known}")
         step, state, files, tensors = (raw.get(key) for key in ("step", "state", "files", "tensors"))
         if type(step) is not int or step < 0:
             raise ValueError("has no valid `step`")
@@ -179,11 +197,12 @@ class Manifest:
                                 f"{item['kind']} `{item['name']}` has {key} {first[key]} in one part "
                                 f"and {item[key]} in another"
                             )
-                    first["boxes"].append({key: item[key] for key in ("offset", "length", "file", "key")})
+                    box = {key: item[key] for key in ("offset", "length", "file", "key")}
+                    first["boxes"].append(box | ({"rows": item["rows"]} if "rows" in item else {}))
             if missing := held - tensors.keys():
                 kind, name = min(missing)
                 raise ValueError(f"{kind} `{name}` has no owner: nobody saved it")
-            raw = {"format": FORMAT, "version": VERSION, "step": step, "state": state, "files": files}
+            raw = {"format": FORMAT, "version": VERSIONS[-1], "step": step, "state": state, "files": files}
             return Manifest(folder, {**raw, "tensors": list(tensors.values())})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"step {step} cannot be saved: {error}", where=str(folder)) from None
@@ -194,9 +213,10 @@ class Manifest:
         Raises:
             ValueError: if it is over `MANIFEST_LIMIT`.
         """
+        sparse = any(at.rows is not None for tensor in self.tensors.values() for at in tensor.boxes)
         raw = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 2 if sparse else 1,
             "step": self.step,
             "state": self.state,
             "files": {name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in self.files.items()},
@@ -206,10 +226,7 @@ class Manifest:
                     "name": tensor.name,
                     "shape": tensor.shape,
                     "dtype": tensor.dtype,
-                    "boxes": [
-                        {"offset": at.box.offset, "length": at.box.length, "file": at.file, "key": at.key}
-                        for at in tensor.boxes
-                    ],
+                    "boxes": [at.record() for at in tensor.boxes],
                 }
                 for tensor in self.tensors.values()
             ],
@@ -262,10 +279,11 @@ class Manifest:
             for at in tensor.boxes:
                 if at.file not in inside:
                     raise ValueError(f"names a file `{at.file}` that it does not list")
-                if (at.file, at.key) in keys:
-                    raise ValueError(f"uses the key `{at.key}` of {at.file} twice")
-                keys.add((at.file, at.key))
-                inside[at.file] += at.box.volume * DTYPES[tensor.dtype][1]
+                for key, size in at.places(DTYPES[tensor.dtype][1]).items():
+                    if (at.file, key) in keys:
+                        raise ValueError(f"uses the key `{key}` of {at.file} twice")
+                    keys.add((at.file, key))
+                    inside[at.file] += size
         for name, size in inside.items():
             if size > self.files[name].bytes:
                 raise ValueError(f"places {size} bytes in {name}, which has {self.files[name].bytes}")
@@ -352,7 +370,11 @@ def _tensor(item: Any) -> StoredTensor:
         if not isinstance(file, str) or not isinstance(key, str):
             raise ValueError(f"{what} has a box without file or key")
         place = Box(_sizes(box.get("offset"), what), _sizes(box.get("length"), what))
-        stored.append(StoredBox(place, file, key))
+        try:
+            rows = StoredRows.of(box["rows"], place, shape) if "rows" in box else None
+        except ValueError as error:
+            raise ValueError(f"{what} has {error}") from None
+        stored.append(StoredBox(place, file, key, rows))
     if problem := uncovered(shape, [at.box for at in stored]):
         raise ValueError(f"{what}: {problem}")
     return StoredTensor(kind, name, shape, dtype, tuple(stored))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from verbund.checkpoint.box import Box
 from verbund.checkpoint.manifest import DTYPES, KINDS
+from verbund.checkpoint.sparse import Filler, whole_rows
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,8 +28,11 @@ class Piece:
         dtype: that of the global tensor and of `values`.
         offset: where the box begins, per dimension.
         length: how long the box is, per dimension.
-        values: shape `length`, on any device.
+        values: shape `length`, on any device; of a sparse piece [rows, …].
         owner: whether this process counts it. Of a replicated or tied piece exactly one process is the owner.
+        rows: of a sparse piece, whose box has whole rows: which of them `values` has, by their numbers in the global
+            tensor, int64, ascending, each once. None: it has all.
+        filler: what the others hold.
 
     Raises:
         ValueError: if the parts do not fit together.
@@ -42,19 +46,24 @@ class Piece:
     length: tuple[int, ...]
     values: Tensor
     owner: bool = True
+    rows: Tensor | None = None
+    filler: Filler = field(default_factory=Filler)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"`{self.kind}` is no kind of piece; known: {', '.join(KINDS)}")
         if dtype_name(self.dtype) not in DTYPES:
             raise ValueError(f"{self.kind} `{self.name}` has the dtype {self.dtype}, which cannot be saved")
-        if self.values.dtype != self.dtype or tuple(self.values.shape) != tuple(self.length):
+        stored = self.length if self.rows is None else (len(self.rows), *self.length[1:])
+        if self.values.dtype != self.dtype or tuple(self.values.shape) != tuple(stored):
             raise ValueError(
-                f"{self.kind} `{self.name}` is said to be {self.dtype} {list(self.length)}, "
+                f"{self.kind} `{self.name}` is said to be {self.dtype} {list(stored)}, "
                 f"its values are {self.values.dtype} {list(self.values.shape)}"
             )
         if not self.box.inside(self.shape):
             raise ValueError(f"{self.kind} `{self.name}`: the box {self.box} lies outside of {list(self.shape)}")
+        if self.rows is not None and not whole_rows(self.box, tuple(self.shape)):
+            raise ValueError(f"{self.kind} `{self.name}`: the box {self.box} does not have whole rows")
 
     @staticmethod
     def whole(kind: str, name: str, values: Tensor, owner: bool = True) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +15,13 @@ from torch import Tensor
 from verbund.checkpoint.box import Box
 from verbund.checkpoint.manifest import DTYPES, Manifest, StoredBox, StoredTensor
 from verbund.checkpoint.piece import dtype_name
+from verbund.checkpoint.sparse import Filler, StoredRows
 from verbund.errors import CheckpointError
+from verbund.randomness.rows import born
 
 _OPEN_FILES = 32
+_RUN = 1 << 16
+"""Rows of a sparse box at a time."""
 
 
 class Checkpoint:
@@ -107,6 +112,55 @@ class Checkpoint:
         with torch.no_grad():
             self._fill(stored, box, tensor)
 
+    def stored_rows(self, kind: str, name: str, low: int, high: int, filler: Filler) -> Tensor | None:
+        """Which of a tensor's rows from `low` to `high` are stored, where all others hold what `filler` says.
+
+        Returns:
+            Their numbers, int64, ascending; None if that is not how the tensor was saved.
+        """
+        found = []
+        for at in self.manifest.tensor(kind, name).boxes:
+            if at.box.volume and at.box.offset[0] < high and low < at.box.offset[0] + at.box.length[0]:
+                if at.rows is None or at.rows.filler != filler:
+                    return None
+                found.append(self._row_numbers(at, at.rows))
+        rows = torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.int64)
+        return rows[(rows >= low) & (rows < high)]
+
+    def gather(self, kind: str, name: str, rows: Tensor) -> Tensor:
+        """Some rows of a tensor, [len(rows), …].
+
+        Args:
+            kind: of the tensor.
+            name: its global name.
+            rows: int64, ascending, each once.
+
+        Raises:
+            CheckpointError: if there is no such tensor or row, or the file holds something else.
+        """
+        stored = self.manifest.tensor(kind, name)
+        values = torch.empty((len(rows), *stored.shape[1:]), dtype=_dtype(stored.dtype))
+        if not len(rows):
+            return values
+        self._box(stored, (int(rows[0]), *[0] * len(stored.shape[1:])), (1, *stored.shape[1:]))
+        self._box(stored, (int(rows[-1]), *[0] * len(stored.shape[1:])), (1, *stored.shape[1:]))
+        for at in stored.boxes:
+            if not at.box.volume:
+                continue
+            ends = torch.tensor([at.box.offset[0], at.box.offset[0] + at.box.length[0]])
+            low, high = torch.searchsorted(rows, ends).tolist()
+            if low == high:
+                continue
+            own = rows[low:high]
+            columns = tuple(slice(a, a + n) for a, n in zip(at.box.offset[1:], at.box.length[1:], strict=True))
+            if at.rows is not None:
+                values[low:high] = self._rows(stored, at, at.rows, own)
+                continue
+            first, last = int(own[0]), int(own[-1]) + 1
+            box = Box((first, *at.box.offset[1:]), (last - first, *at.box.length[1:]))
+            values[(slice(low, high), *columns)] = self._stored(stored, at, box)[own - first]
+        return values
+
     def close(self) -> None:
         """Gives the mapped files back."""
         for name in list(self._open):
@@ -131,19 +185,63 @@ class Checkpoint:
             common = box.overlap(at.box) if at.box.volume else None
             if common is not None and common.volume:
                 target = values[common.within(box)] if box.length else values
-                target.copy_(self._stored(stored, at, common))
+                if at.rows is None:
+                    target.copy_(self._stored(stored, at, common))
+                    continue
+                columns = tuple(slice(a, a + n) for a, n in zip(common.offset[1:], common.length[1:], strict=True))
+                for low in range(0, common.length[0], _RUN):
+                    high = min(low + _RUN, common.length[0])
+                    rows = torch.arange(common.offset[0] + low, common.offset[0] + high)
+                    target[low:high] = self._rows(stored, at, at.rows, rows)[(slice(None), *columns)]
 
-    def _stored(self, stored: StoredTensor, at: StoredBox, common: Box) -> Tensor:
+    def _rows(self, stored: StoredTensor, at: StoredBox, rows: StoredRows, wanted: Tensor) -> Tensor:
+        """Whole rows of a sparse box, ascending."""
+        dtype, shape = _dtype(stored.dtype), (len(wanted), *stored.shape[1:])
+        numbers = self._row_numbers(at, rows)
+        low, high = torch.searchsorted(numbers, torch.stack([wanted[0], wanted[-1] + 1])).tolist()
+        places = torch.searchsorted(numbers[low:high], wanted)
+        here = places < high - low
+        here[here.clone()] = numbers[low:high][places[here]] == wanted[here]
+        values = torch.full(shape, rows.filler.value, dtype=dtype)
+        if rows.filler.born is not None:
+            seed, scale = rows.filler.born
+            width = math.prod(shape[1:])
+            values[~here] = born(seed, wanted[~here], width, scale).to(dtype).view(-1, *shape[1:])
+        if high > low:
+            box = Box((low, *at.box.offset[1:]), (high - low, *at.box.length[1:]))
+            whole = Box((0, *at.box.offset[1:]), (rows.count, *at.box.length[1:]))
+            values[here] = self._part(stored, at.file, at.key, box, whole)[places[here]]
+        return values
+
+    def _row_numbers(self, at: StoredBox, rows: StoredRows) -> Tensor:
+        """Which rows of a sparse box are stored."""
+        if not rows.count:
+            return torch.empty(0, dtype=torch.int64)
         path = self.manifest.folder / at.file
         try:
-            file = self._file(at.file)
-            part = file.get_slice(at.key)
-            if tuple(part.get_shape()) != at.box.length or part.get_dtype() != DTYPES[stored.dtype][0]:
-                raise self._damaged(path, f"`{at.key}` has another shape or dtype than the manifest says")
-            whole = common == at.box
-            values: Tensor = file.get_tensor(at.key) if whole else part[common.within(at.box)]
+            numbers: Tensor = self._file(at.file).get_tensor(rows.key)
         except (SafetensorError, OSError) as error:
-            raise self._damaged(path, f"`{at.key}` cannot be read: {error}") from None
+            raise self._damaged(path, f"`{rows.key}` cannot be read: {error}") from None
+        low = at.box.offset[0]
+        fits = numbers.dtype == torch.int64 and tuple(numbers.shape) == (rows.count,)
+        if not fits or numbers[0] < low or numbers[-1] >= low + at.box.length[0] or (numbers.diff() <= 0).any():
+            raise self._damaged(path, f"`{rows.key}` does not have the numbers of rows that the manifest says")
+        return numbers
+
+    def _stored(self, stored: StoredTensor, at: StoredBox, common: Box) -> Tensor:
+        return self._part(stored, at.file, at.key, common, at.box)
+
+    def _part(self, stored: StoredTensor, name: str, key: str, box: Box, outer: Box) -> Tensor:
+        """What of `box` lies under a key that holds `outer`."""
+        path = self.manifest.folder / name
+        try:
+            file = self._file(name)
+            part = file.get_slice(key)
+            if tuple(part.get_shape()) != outer.length or part.get_dtype() != DTYPES[stored.dtype][0]:
+                raise self._damaged(path, f"`{key}` has another shape or dtype than the manifest says")
+            values: Tensor = file.get_tensor(key) if box == outer else part[box.within(outer)]
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(path, f"`{key}` cannot be read: {error}") from None
         return values
 
     def _file(self, name: str) -> Any:

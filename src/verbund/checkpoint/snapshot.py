@@ -45,7 +45,7 @@ class Snapshot:
             raise RuntimeError("the last snapshot is still being written")
         pieces = list(pieces)
         owned = [piece for piece in pieces if piece.owner]
-        self._fit([(tuple(piece.length), piece.dtype) for piece in owned])
+        self._fit([(tuple(piece.values.shape), piece.dtype) for piece in owned])
         with torch.no_grad():
             if owned:
                 torch._foreach_copy_(self._buffers, [piece.values.detach() for piece in owned])

@@ -17,6 +17,7 @@ from torch import Tensor
 from verbund.checkpoint import durable
 from verbund.checkpoint.manifest import DTYPES
 from verbund.checkpoint.piece import Piece, dtype_name
+from verbund.checkpoint.sparse import StoredRows
 from verbund.errors import CheckpointError
 
 SHARD_BYTES = 1 << 30
@@ -38,7 +39,8 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
 
     Returns:
         JSON values for `commit`: `files` (name, sha256, bytes), `tensors` (kind, name, shape, dtype, offset,
-        length, file, key) and `held` (names by kind of what was not owned). About 250 bytes a tensor.
+        length, file, key, and rows of sparse pieces) and `held` (names by kind of what was not owned). About 250
+        bytes a tensor.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written.
@@ -48,7 +50,7 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
     for piece in pieces:
         if not piece.owner:
             held.setdefault(piece.kind, []).append(piece.name)
-        elif piece.values.numel() or 0 in piece.shape:  # an empty share of a tensor that is not empty is no box
+        elif piece.box.volume or 0 in piece.shape:  # an empty share of a tensor that is not empty is no box
             owned.append(piece)
     files: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
@@ -74,6 +76,7 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
                 "length": list(piece.length),
                 "file": path.name,
                 "key": key,
+                **_rows_record(piece, key),
             }
             for piece, key in zip(shard, keys, strict=True)
         ]
@@ -84,11 +87,12 @@ def _shards(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
     shard: list[Piece] = []
     size = 0
     for piece in pieces:
-        if shard and size + piece.values.nbytes > limit:
+        more = piece.values.nbytes + (0 if piece.rows is None else piece.rows.nbytes)
+        if shard and size + more > limit:
             yield shard
             shard, size = [], 0
         shard.append(piece)
-        size += piece.values.nbytes
+        size += more
     if shard:
         yield shard
 
@@ -101,13 +105,16 @@ def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str
     keys = [_key(piece) for piece in shard]
     if len(set(keys)) != len(keys):
         raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)} is given twice")
-    head, order = header([(key, dtype_name(p.dtype), p.length) for key, p in zip(keys, shard, strict=True)])
+    tensors = dict(zip(keys, (piece.values for piece in shard), strict=True))
+    tensors |= {_rows_key(key): p.rows for key, p in zip(keys, shard, strict=True) if p.rows is not None}
+    contents = list(tensors.values())
+    head, order = header([(key, dtype_name(tensor.dtype), tensor.shape) for key, tensor in tensors.items()])
     digest = hashlib.sha256()
     size = 0
     with open(path, "wb", buffering=_BUFFER) as file:
         for content in (
             memoryview(head),
-            *(raw_bytes(shard[i].values) for i in order),
+            *(raw_bytes(contents[i]) for i in order),
         ):
             for at in range(0, len(content), _CHUNK):
                 chunk = content[at : at + _CHUNK]
@@ -139,6 +146,16 @@ def header(
     encoded = json.dumps(described, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return struct.pack("<Q", len(encoded)) + encoded, order
+
+
+def _rows_key(key: str) -> str:
+    return f"{key}/rows"
+
+
+def _rows_record(piece: Piece, key: str) -> dict[str, Any]:
+    if piece.rows is None:
+        return {}
+    return {"rows": StoredRows(_rows_key(key), len(piece.rows), piece.filler).record()}
 
 
 def _key(piece: Piece) -> str:

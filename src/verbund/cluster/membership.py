@@ -28,8 +28,8 @@ class Era:
 
     Args:
         number: rises with every change.
-        members: the ranks of those who take part, the longest-serving first; a worker's place among them is its rank in
-            the mesh of this era.
+        members: the ranks of those who take part, the longest-serving first unless each has a place of its own; a
+            worker's place among them is its rank in the mesh of this era.
     """
 
     number: int
@@ -44,11 +44,13 @@ class Bounds:
         least: with fewer, members wait for those that are to come.
         most: that `scale` takes.
         fewer: whether it goes on with fewer than wanted, but `least`, where no more losses are replaced.
+        placed: whether each holds something of its own, so that who comes must take the place of one that goes.
     """
 
     least: int
     most: int
     fewer: bool = False
+    placed: bool = False
 
 
 class Membership:
@@ -59,12 +61,18 @@ class Membership:
         budget: of losses; who leaves when asked costs nothing.
         bounds: see there.
         tell: see there.
+        announce: is told of each new era.
     """
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], budget: Budget, bounds: Bounds, tell: Tell = lambda *_: None
+        self,
+        specs: Sequence[ProcessSpec],
+        budget: Budget,
+        bounds: Bounds,
+        tell: Tell = lambda *_: None,
+        announce: Callable[[Era], None] = lambda _: None,
     ) -> None:
-        self._first, self.budget, self.bounds, self._tell = specs[0], budget, bounds, tell
+        self._first, self.budget, self.bounds, self._tell, self._announce = specs[0], budget, bounds, tell, announce
         self.era = Era(0, tuple(spec.rank for spec in specs))
         self.wanted = len(specs)
         """How many workers there are to be."""
@@ -78,6 +86,7 @@ class Membership:
         self._met: set[int] = set()
         self._since = time.monotonic()
         self._forced = False
+        self._dismissed: list[int] = []
 
     # -- what happens to workers -----------------------------------------------------------------------------------
 
@@ -132,12 +141,9 @@ class Membership:
             self._tell(f"worker {rank} was asked to end: another process takes its place", f"worker {rank}")
         return True
 
-    def scale(self, workers: int) -> list[int]:
-        """From now on there are to be so many workers.
-
-        Returns:
-            the ranks of those that were joining and are not needed any more.
-        """
+    def scale(self, workers: int) -> None:
+        """From now on there are to be so many workers."""
+        self._tell(f"{workers} workers are asked for", "")
         self.wanted = workers
         for rank in [rank for rank, why in self._leaving.items() if why == _SURPLUS]:
             del self._leaving[rank]
@@ -145,10 +151,15 @@ class Membership:
         dismissed = sorted(self._joining)[-surplus:] if surplus > 0 else []
         for rank in dismissed:
             del self._joining[rank]
+        self._dismissed += dismissed
         surplus = len(self._staying()) - workers
         for rank in self._staying()[::-1][: max(surplus, 0)]:
             self._leaving[rank] = _SURPLUS
-        return dismissed
+
+    def dismissed(self) -> list[int]:
+        """The ranks of those that were joining and are not needed any more, since it was asked last."""
+        ranks, self._dismissed = self._dismissed, []
+        return ranks
 
     # -- what is to be done ------------------------------------------------------------------------------------------
 
@@ -177,7 +188,7 @@ class Membership:
             return None
         enough = len(staying) + len(ready) >= self.bounds.least and self._holders & set(staying)
         # Who is to leave stays as long as it is needed.
-        members = [*(staying if enough else self._living), *ready]
+        members = self._in_places(staying if enough else self._living, ready)
         if not self._forced and members == self._living:
             return None
         if len(members) < self.bounds.least and not self.closing:
@@ -191,7 +202,16 @@ class Membership:
         self._living, self._forced = members, False
         self._met, self._since = set(), time.monotonic()
         self.era = Era(self.era.number + 1, tuple(members))
+        self._announce(self.era)
         return self.era, gone
+
+    def _in_places(self, former: Sequence[int], new: Sequence[int]) -> list[int]:
+        """The members in their order."""
+        if not self.bounds.placed:
+            return [*former, *new]
+        coming = iter(new)
+        members = [rank if rank in former else next(coming, None) for rank in self.era.members]
+        return [rank for rank in members if rank is not None]
 
     def due(self) -> list[ProcessSpec]:
         """The processes to start now; they count as joining."""

@@ -52,10 +52,16 @@ class Replacements:
     budget: Budget
     tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
 
-    def of(self, spec: ProcessSpec, why: str) -> list[ProcessSpec] | None:
-        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced."""
+    def of(self, spec: ProcessSpec, why: str, charged: bool = True) -> list[ProcessSpec] | None:
+        """The processes to start in place of the unit of a lost one; None if there is no more to be replaced.
+
+        Args:
+            spec: the lost one's.
+            why: in words.
+            charged: whether it counts among the losses that are survived.
+        """
         unit = next((unit for unit in self.units if any(_same(one, spec) for one in unit)), None)
-        if unit is None or not self.budget.take():
+        if unit is None or (charged and not self.budget.take()):
             return None
         fresh = [replace(one, life=spec.life + 1) for one in unit]
         self.tell(fresh, why)

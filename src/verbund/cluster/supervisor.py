@@ -12,6 +12,7 @@ from verbund.cluster.keys import Keys
 from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
+from verbund.cluster.requests import Requests
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
@@ -96,6 +97,7 @@ class Supervisor:
         replacements: of processes that are lost; None: none is replaced, the others end too.
         membership: of workers that come and go, so that what one comes to in the end is what all come to; None: they
             do not.
+        requests: of other commands, about the members.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Supervisor:
         interrupts: Interrupts | None = None,
         replacements: Replacements | None = None,
         membership: Membership | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
@@ -117,7 +120,7 @@ class Supervisor:
         self._stop_sent = False
         self._lost = False
         self._replacements = replacements
-        self._membership = membership
+        self._membership, self._requests = membership, requests
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
@@ -150,6 +153,8 @@ class Supervisor:
         self._watched = {p.key: _Watched(p, now) for p in processes}
         with selectors.DefaultSelector() as selector:
             selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
+            if self._requests is not None:
+                selector.register(self._requests, selectors.EVENT_READ, None)
             for watched in self._watched.values():
                 selector.register(watched.process.connection, selectors.EVENT_READ, watched)
             self._loop(selector)
@@ -263,7 +268,7 @@ class Supervisor:
 
     # -- replacements --------------------------------------------------------------------------------------------
 
-    def _lose(self, watched: _Watched, error: ClusterLost) -> None:
+    def _lose(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
         """A process is lost: its unit is replaced, or the run fails."""
         if not self._matters(watched):
             self._kill(watched)
@@ -274,7 +279,7 @@ class Supervisor:
         if self._membership is not None:
             self._lose_member(watched, error)
             return
-        fresh = self._replacement(watched.process.spec, watched, error)
+        fresh = self._replacement(watched.process.spec, watched, error, charged)
         if fresh is None:
             return
         names = {(spec.role, spec.rank) for spec in fresh}
@@ -288,10 +293,12 @@ class Supervisor:
         self._failures = [failure for failure in self._failures if not (failure.secondary and failure.process in gone)]
         self._starting.append(fresh)
 
-    def _replacement(self, lost: ProcessSpec, watched: _Watched | None, error: ClusterLost) -> list[ProcessSpec] | None:
+    def _replacement(
+        self, lost: ProcessSpec, watched: _Watched | None, error: ClusterLost, charged: bool = True
+    ) -> list[ProcessSpec] | None:
         """The processes that take the place of a lost one's unit; None, and a failure, if there are none any more."""
         budget = self._replacements
-        fresh = budget.of(lost, error.what) if budget is not None else None
+        fresh = budget.of(lost, error.what, charged) if budget is not None else None
         if fresh is None:
             if budget is not None:
                 _say_spent(error, budget.budget)
@@ -361,9 +368,12 @@ class Supervisor:
         """A process was asked by its machine to end."""
         if self._stop_sent or self._joint is not None or not self._matters(watched) or watched.result is not None:
             return
+        error = ClusterLost(f"{watched.process} was asked to end")
         if self._membership is not None:
             if not self._membership.leave(watched.process.spec.rank):
-                self._lose_member(watched, ClusterLost(f"{watched.process} was asked to end"), charged=False)
+                self._lose_member(watched, error, charged=False)
+        elif self._replacements is not None and self._replacements.units:
+            self._lose(watched, error, charged=False)
         elif self.preempted is None:
             self.preempted = watched.process.spec.name
             self.tell_all("stop")
@@ -379,9 +389,19 @@ class Supervisor:
     def _change_members(self, selector: selectors.BaseSelector) -> None:
         """Tells of a new era, if there is one, and starts whoever is to join."""
         membership = self._membership
-        if membership is None or self._failures or self._joint is not None:
+        if membership is None:
             return
         membership.closing = self._stop_sent
+        over = bool(self._failures) or self._joint is not None
+        if self._requests is not None:
+            self._requests.turn(membership, ending=over or self._stop_sent)
+        if over:
+            return
+        dismissed = membership.dismissed()
+        for watched in self._watched.values():
+            if not watched.replaced and not watched.leaves and watched.process.spec.rank in dismissed:
+                watched.replaced = True
+                self._kill(watched)
         if (change := membership.change()) is not None:
             era, gone = change
             for watched in self._watched.values():
@@ -452,6 +472,9 @@ class Supervisor:
         """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
         if self._lost or not waiting:
             return
+        if self._membership is not None and not self._failures:
+            # The others wait for the news of one whose line is broken: it need not be the last.
+            waiting = [w for w in waiting if not w.connected and w.result is None and self._matters(w)] or waiting
         since = [w.over for w in waiting if w.over is not None]
         killed = all(w.killed for w in waiting)
         limit = _EXIT_SECONDS if killed else self._limits.stop_grace

@@ -22,6 +22,7 @@ from verbund.comm.shared_memory.group import SharedGroup, Started
 from verbund.comm.shared_memory.hierarchy import Hierarchy
 from verbund.comm.shared_memory.host import Host
 from verbund.comm.shared_memory.reduction import Reducer
+from verbund.comm.sockets import Sockets
 
 # The classes below the functions of torch.distributed, of which its stubs know only some.
 c10d: Any = dist
@@ -66,6 +67,7 @@ class Group:
         self._root = store  # a store of Python's is of no use to torch once Python has let go of it
         self._host: Host | None = None
         self._numbers = list(range(world))  # the members' in the island
+        self._sockets = Sockets()  # gloo's, those of all parts among them
         self._shared: SharedGroup | None = None
         self._hierarchy: Hierarchy | None = None
         self.note: str | None = None
@@ -98,6 +100,7 @@ class Group:
             part._root = self._root
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
             part._host, part._numbers = self._host, [self._numbers[rank] for rank in ranks]
+            part._sockets = self._sockets
             part._meet()
             part._share()
         return part
@@ -110,7 +113,8 @@ class Group:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
             store = c10d.PrefixStore("gloo/", self._store)
-            self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+            with self._sockets.opened():
+                self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
             if self.device.type == "cuda":
                 nccl = c10d.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
@@ -301,9 +305,15 @@ class Group:
         padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         return [_arrays(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded, what), sizes, strict=True)]
 
-    def close(self) -> None:
-        """Leaves the group; its sockets are closed."""
-        self._gloo = self._nccl = self._shared = self._hierarchy = None
+    def leave(self) -> None:
+        """Ends all that this process has under way with the island's workers, in whatever group made from the first.
+
+        Whoever waits for it meets `PeerLost` at once, as if the process had ended: so the news of a loss reaches those
+        that wait for others than the one that is lost. No group of these is of use to anybody any more.
+        """
+        if self._host is not None:
+            self._host.leave()
+        self._sockets.shut()
 
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._gloo

@@ -63,6 +63,7 @@ class BufferDeltas:
         self._kinds = [_Kind(buffers) for buffers in by_kind.values()]
         self.size = sum(kind.size for kind in self._kinds)
         self._first = False
+        self._within = False  # whether a step has begun, and is not applied
         self._versions: list[tuple[Tensor, int]] = []
 
     def begin(self, first: bool) -> None:
@@ -75,6 +76,14 @@ class BufferDeltas:
         self._first = first
         for kind in self._kinds:
             kind.begin()
+        self._within = True
+
+    def undo(self) -> None:
+        """Puts the values at the start of a step back that has been broken off, perhaps within a forward pass."""
+        if self._within:
+            self._within = False
+            for kind in self._kinds:
+                kind.undo()
 
     def add(self, samples: int) -> None:
         """Takes in what one forward pass of `samples` samples has changed, and puts the values back.
@@ -115,6 +124,7 @@ class BufferDeltas:
             samples: those of the global batch.
         """
         place = 0
+        self._within = False
         for kind in self._kinds:
             kind.apply(total[place : place + kind.size], samples)
             place += kind.size
@@ -148,6 +158,11 @@ class _Kind:
             self.change.add_(self._now() - self._start, alpha=samples)
         elif first:
             self.change.add_(self._now().to(torch.int64) - self._start.to(torch.int64))
+        self._put(self._start)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        self._now()  # another tensor may be there now
         self._put(self._start)
 
     @torch.no_grad()

@@ -81,6 +81,16 @@ class Groups:
             replica=along("shard", "tensor", "pipeline"),
         )
 
+    def agree(self, what: str) -> None:
+        """Returns only once all workers, of all islands, have come here.
+
+        Raises:
+            PeerLost: if one does not. Some may have returned all the same, but then all have come.
+        """
+        self.island.barrier(what)
+        if self.islands.world > 1:
+            self.islands.all_reduce(torch.zeros(1), what)
+
     def gather(self, arrays: dict[str, np.ndarray[Any, Any]], what: str) -> list[dict[str, Any]]:
         """The named arrays of all workers, by rank; names, types and shapes may differ. They cross between two islands
         once."""
@@ -95,9 +105,9 @@ class Groups:
         return found
 
     def leave(self) -> None:
-        """Closes all connections to the peers; whatever is under way with them breaks off."""
+        """Ends all that is under way with the peers: whoever waits for it meets `PeerLost`; see `Group.leave`."""
         for group in self._collective:
-            group.close()
+            group.leave()
 
     def notes(self) -> list[str]:
         """What the groups have for the user; each comes from the first member of its group."""

@@ -170,6 +170,9 @@ class Replica:
         called: Callable[..., Any] = torch.compile(model) if job.train.compile else model
         self._forward = ForwardPass(called, task, loss, job.train, self.randomness, self.device, synchronised)
         self.tables = tables
+        self.atomic = False
+        """Whether all agree upon each update: see `update`."""
+        self._unconcluded: Callable[[], object] | None = None
         # Collectives of the passes themselves must not change places with those of the buckets.
         before_last = self._sums.overlap if not self.joins_forward else lambda: None
         self._passes = Passes(model, divided, self._forward, self.buffers, mesh, job.strategy, before_last)
@@ -307,6 +310,9 @@ class Replica:
     ) -> bool:
         """Divides the sums, clips by the global norm, and takes the optimiser step.
 
+        Where `atomic`, all workers agree in between that they have all that the update needs: if one is lost, either
+        nobody has taken the step, or each that is left has, or can by `conclude`, which needs nobody else.
+
         Args:
             step: that the learning rate is of.
             sizes: the samples of each island's share.
@@ -317,7 +323,40 @@ class Replica:
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
-        factor = self.settle(sizes, sums)
+        length = self._length(sums)
+        if self.atomic:
+            self._unconcluded = lambda: self._apply(step, sizes, sums, total_steps, length, correct)
+            self.groups.agree("the agreement on a step")
+            self._unconcluded = None
+        return self._apply(step, sizes, sums, total_steps, length, correct)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step was broken off that `conclude` can take."""
+        return self._unconcluded is not None
+
+    def conclude(self) -> None:
+        """Takes the step upon which the workers were about to agree, as others have."""
+        apply, self._unconcluded = self._unconcluded, None
+        if apply is not None:
+            apply()
+
+    def undo(self) -> None:
+        """Puts back what a step that was broken off has changed, unless it is to be concluded."""
+        if self._unconcluded is None:
+            self.buffers.undo()
+
+    def _apply(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        length: float | None,
+        correct: Callable[[], None] | None,
+    ) -> bool:
+        """The part of an update that needs nobody else."""
+        factor = self._factor(sizes, sums, length)
         if factor is None:
             return False
         gradients = self._sums.gradients()
@@ -338,14 +377,22 @@ class Replica:
         Returns:
             The factor; None if the step is to be left out.
         """
+        return self._factor(sizes, sums, self._length(sums))
+
+    def _length(self, sums: StepSums) -> float | None:
+        """The global norm of the summed gradients; None if nobody asks for it."""
+        asked = self.loss_scale is not None or self.train.clip_norm is not None
+        return self._norm(self._sums.gradients()) if asked and sums.weight else None
+
+    def _factor(self, sizes: Sequence[int], sums: StepSums, length: float | None) -> float | None:
         size = sum(self.joint(sizes))
         if size:
             self.buffers.apply(sums.extra, size)
         if sums.weight == 0:
             return None
         factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
-        if self.loss_scale is not None or self.train.clip_norm is not None:
-            length = self._norm(self._sums.gradients()) * factor
+        if length is not None:
+            length *= factor
             if self.loss_scale is not None and not self.loss_scale.update(length):
                 return None
             if self.train.clip_norm is not None and length > self.train.clip_norm:

@@ -15,6 +15,9 @@ from verbund.mesh.divide import Divided
 from verbund.mesh.ema import ExponentialMovingAverage
 from verbund.mesh.held import Held
 
+Tensors = dict[tuple[str, str], Tensor]
+"""By kind and name."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -67,6 +70,46 @@ class State:
                             kind, f"{held.name}/{key}", value, held.primary and alone and _first_share(held)
                         )
 
+    def tensors(self) -> Tensors:
+        """All that this worker holds between steps, by kind and name, as it lies here: of a divided tensor its part.
+
+        Whoever has the same place in a mesh of this shape has the same names and shapes; of optimiser states only
+        those that there are. The tensors are the replica's own, not copies.
+        """
+        persistent = self.model.state_dict().keys()
+        found: Tensors = {("parameters", held.name): held.values.detach() for held in self.divided.held}
+        found |= {
+            ("buffers", name): buffer
+            for name, buffer in self.model.named_buffers()
+            if name in persistent and not buffer.is_meta
+        }
+        if self.ema is not None:
+            found |= {("ema", name): values for name, values in self.ema.named_tensors()}
+        for held in self.divided.held:
+            for key, value in self.optimizer.state.get(held.values, {}).items():
+                if isinstance(value, Tensor):
+                    found["optimizer", f"{held.name}/{key}"] = value
+        return found
+
+    def give(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
+        """Takes the values of what `tensors` gave, here or at the same place of a mesh of this shape.
+
+        Optimiser states become the given tensors themselves where they lie on the same device; all else is copied.
+
+        Raises:
+            KeyError: if a tensor of the model's is not among them.
+        """
+        states: dict[str, dict[str, Tensor]] = {}
+        for (kind, full), values in tensors.items():
+            if kind == "optimizer":
+                name, _, key = full.rpartition("/")
+                states.setdefault(name, {})[key] = values
+        self.give_optimizer(states)
+        with torch.no_grad():
+            for (kind, name), target in self.tensors().items():
+                if kind != "optimizer":
+                    target.copy_(tensors[kind, name])
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes of tensors that this worker keeps between steps, by kind, and under `whole` those of a single process.
 
@@ -95,7 +138,7 @@ class State:
         return {name for name, _ in self.model.named_buffers() if name in persistent}
 
     def give_optimizer(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replaces the optimiser's state, by parameter and key, of a model that is held whole."""
+        """Replaces the optimiser's state, by parameter and key; each value is of the shape of what is held here."""
         self.optimizer.state.clear()
         for held in self.divided.trained:
             for key, values in states.get(held.name, {}).items():

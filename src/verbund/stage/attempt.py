@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
-from verbund.cluster.membership import Membership
+from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
+from verbund.cluster.requests import Requests
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.prepare import Prepared, needed
-from verbund.errors import ClusterLost, Interrupted, RunFailed, VerbundError
+from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.energy import EnergyMeter
@@ -26,9 +27,13 @@ from verbund.run import Run
 from verbund.stage import continuing, network
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.elastic import bounds, elastic
+from verbund.stage.elastic import bounds, goes_on
 from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.stopping import Promises
+
+
+class Preempted(ClusterLost):
+    """A process was asked by its machine to end, and all have ended, with a checkpoint of where they were."""
 
 
 def attempt(
@@ -57,7 +62,7 @@ def attempt(
     for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
-    comes_and_goes = elastic(job)
+    comes_and_goes = goes_on(job)
     journal.event("membership", generation=generation, workers=job.world, joint=comes_and_goes)
 
     board = _board(run, job)
@@ -82,6 +87,9 @@ def attempt(
         elif message.kind == "saved":
             if warning := commits.saved(fields):
                 progress.message(warning)
+        elif message.kind == "regained":
+            journal.event("recovery", **{key: fields[key] for key in ("how", "step", "again")})
+            progress.message(_regained(**fields))
         elif message.kind == "wish":
             promises.wish(fields["reason"])
         elif message.kind == "promise":
@@ -125,9 +133,15 @@ def attempt(
             journal.event("note", text=text)
         progress.message(text)
 
+    def tell_era(era: Era) -> None:
+        members = list(era.members)
+        journal.event("membership", generation=generation, workers=len(members), era=era.number, members=members)
+
     replacements = Replacements(units(job, specs), budget, tell)
-    membership = Membership(specs, budget, bounds(job), tell_members) if comes_and_goes else None
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership)
+    membership = Membership(specs, budget, bounds(job), tell_members, tell_era) if comes_and_goes else None
+
+    requests = _requests(run) if comes_and_goes else None
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership, requests)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None
@@ -158,6 +172,9 @@ def attempt(
         progress.close()
         if board is not None:
             board.close()
+        if requests is not None:
+            requests.close()
+    shutil.rmtree(run.requests, ignore_errors=True)
     shutil.rmtree(run.servers, ignore_errors=True)
     commits.discard_rest()
     if (joules := meter.joules()) is not None:
@@ -169,9 +186,10 @@ def attempt(
         names = [file_name("worker", rank, generation, life) for rank, life in lives.items()]
         cause = _not_kept(run, commits, result["steps"], names)
         if cause is None and result["stopped_by"] == "interrupt":
-            cause = _stopped(run, result)
+            begins_again = supervisor.preempted is not None and not interrupts.count
+            cause = Preempted(f"{supervisor.preempted} was asked to end") if begins_again else _stopped(run, result)
     if cause is not None:
-        status = "interrupted" if isinstance(cause, Interrupted) else "failed"
+        status = "interrupted" if isinstance(cause, (Interrupted, Preempted)) else "failed"
     journal.event(
         "stopped",
         status=status,
@@ -193,6 +211,20 @@ def attempt(
     if interrupts.count:
         raise Interrupted("interrupted, but the training was done: nothing is missing", where=str(run.path))
     return run
+
+
+def _regained(how: str, step: int, again: int) -> str:
+    whose = "peers'" if how == "peers" else "mirrors in"
+    many = {0: "no step is", 1: "one step is"}.get(again, f"{again} steps are")
+    return f"training goes on after step {step} from {whose} memory; {many} done again"
+
+
+def _requests(run: Run) -> Requests | None:
+    """Where other commands ask for more or fewer workers; None where the file system has no sockets."""
+    try:
+        return Requests(run.requests)
+    except (InputError, OSError):
+        return None
 
 
 def _parts(job: Job) -> int:

@@ -41,7 +41,9 @@ class Facts:
     parameters: int
     worker_bytes: int
     table_bytes: int
-    """What each checkpoint has of tables on parameter servers, with what the optimiser keeps of them."""
+    """What each checkpoint has of tables on parameter servers whatever is used of them: values that no seed makes."""
+    row_bytes: int
+    """What it has of them besides if all rows are used: values of a `Table`, and what the optimiser keeps."""
     notes: list[str]
     costs: list[float] | None
     """The work of each layer at which a pipeline may be cut."""
@@ -215,7 +217,7 @@ def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
 
 
 def check_disk(place: Path, job: Job, facts: Facts) -> None:
-    """Whether there is room for a checkpoint of the tables on servers: it has all of their rows, used or not.
+    """Whether there is room for checkpoints of the tables on servers, of which they have the rows that are used.
 
     Args:
         place: the run's directory, which need not be there yet.
@@ -225,22 +227,24 @@ def check_disk(place: Path, job: Job, facts: Facts) -> None:
     Raises:
         InputError: if there is none.
     """
-    if facts.table_bytes < _MUCH:
+    sure, most = facts.table_bytes, facts.table_bytes + facts.row_bytes
+    if most < _MUCH:
         return
     there = next(folder for folder in (place.resolve(), *place.resolve().parents) if folder.exists())
     free = shutil.disk_usage(there).free
-    each, room = (
-        f"each checkpoint takes {_size(facts.table_bytes)} for all rows of the tables",
-        f"{_size(free)} are free",
-    )
-    if facts.table_bytes > free:
+    room = f"{_size(free)} are free"
+    if sure > free:
         raise InputError(
-            f"{each}, used or not, and {room}",
+            f"each checkpoint takes {_size(sure)} for the tables, of which all rows have values at once, and {room}",
             where=str(there),
-            fix="Use smaller tables, or `--run` on a larger disk",
+            fix="Use `verbund.Table`, smaller tables, or `--run` on a larger disk",
         )
-    most = _size((job.checkpoint.keep + 1) * facts.table_bytes)
-    facts.notes.append(f"{each[0].upper()}{each[1:]}, {job.checkpoint.keep} and the one being written {most}; {room}")
+    copies = job.checkpoint.keep + 1
+    used = f", and up to {_size(most)} once all of their rows are used" if facts.row_bytes else ""
+    facts.notes.append(
+        f"Each checkpoint takes {_size(sure)} for the tables{used}; {job.checkpoint.keep} are kept while another is "
+        f"written, which makes {_size(copies * most)} at most, and {room}"
+    )
 
 
 def _check_memory(cluster: Cluster, job: Job, facts: Facts) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from verbund.cluster.membership import Bounds
+from verbund.errors import InputError
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
+from verbund.stage.refill import refills
+
+_LEAVE = "Leave it out"
 
 
 def fixed(job: Job) -> str | None:
@@ -19,8 +23,8 @@ def fixed(job: Job) -> str | None:
         return f"its islands exchange by `{name}`"
     if divides:
         return f"its mesh divides the model (axis {', '.join(f'`{axis}`' for axis in divides)})"
-    if strategy.world == 1:
-        return "it has a single worker"
+    if strategy.world == 1 and (job.cluster.max_workers or 1) == 1:
+        return "it has a single worker, and `cluster.max_workers` takes no more"
     if strategy.compression.name != "none":
         return f"its gradients are compressed (`{strategy.compression.name}`), and each worker keeps what it left out"
     if job.train.randomness != "sample":
@@ -37,12 +41,42 @@ def elastic(job: Job) -> bool:
     return fixed(job) is None
 
 
+def goes_on(job: Job) -> bool:
+    """Whether a training goes on in the same processes when a worker is lost."""
+    return elastic(job) or refills(job)
+
+
 def bounds(job: Job) -> Bounds:
-    """With how many workers an elastic training goes on."""
+    """With how many workers such a training goes on."""
     cluster, world = job.cluster, job.strategy.world
+    if refills(job):
+        return Bounds(world, world, placed=True)
     if rows_by_island(job):  # each island has rows of its own
         return Bounds(world, world)
     return Bounds(cluster.min_workers or 1, max(cluster.max_workers or world, world), cluster.min_workers is not None)
+
+
+def check(job: Job) -> None:
+    """Whether the numbers of workers that a job names fit together.
+
+    Raises:
+        InputError: naming the key.
+    """
+    least, most, world = job.cluster.min_workers, job.cluster.max_workers, job.strategy.world
+    key = "cluster.min_workers" if least is not None else "cluster.max_workers"
+    if (least is None and most is None) or job.strategy.exchange.served:
+        return
+    if (why := fixed(job)) is not None:
+        raise InputError(f"the number of workers cannot change while this job is trained: {why}", where=key, fix=_LEAVE)
+    if rows_by_island(job):
+        what = 'the number of workers cannot change where each island has rows of its own (`data.placement = "island"`)'
+        raise InputError(what, where=key, fix=_LEAVE)
+    if least is not None and least > world:
+        what = f"{least} is more than the {world} workers of the strategy"
+        raise InputError(what, where="cluster.min_workers", fix=f"Give at most {world}, or more workers")
+    if most is not None and most < world:
+        what = f"{most} is less than the {world} workers of the strategy"
+        raise InputError(what, where="cluster.max_workers", fix=f"Give at least {world}, or fewer workers")
 
 
 def rows_by_island(job: Job) -> bool:

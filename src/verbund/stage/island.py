@@ -28,7 +28,7 @@ from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
-from verbund.stage.elastic import elastic, mesh_of
+from verbund.stage.elastic import goes_on, mesh_of
 from verbund.task import Task
 
 _EXAMPLE = 2
@@ -127,7 +127,7 @@ class Island:
         worker.doing("joining" if worker.joins else MEETING, 0)
         if worker.joins:
             mesh, groups, era = Mesh(), Groups.alone(place), -1
-        elif elastic(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
+        elif goes_on(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
             mesh, groups, era = _met(worker, job, place)
         else:
             mesh, era = Mesh.of(job.strategy, rank), 0

@@ -20,7 +20,7 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.journal import read
 from verbund.run import Run
-from verbund.stage import before, continuing
+from verbund.stage import before, continuing, elastic
 from verbund.stage.before import Facts
 from verbund.stage.processes import supervised, workers
 from verbund.stage.restarts import newest, persistent
@@ -41,6 +41,7 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
         Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
     """
     before.refuse_existing(directory)
+    elastic.check(job)
     before.refuse_unsimulated(job)
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, before.notifier(quiet))
@@ -79,6 +80,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
 
 def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
     notify = before.notifier(quiet)
+    elastic.check(job)
     before.refuse_unsimulated(job)
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, notify, schema.kept(run.path))

@@ -103,7 +103,7 @@ def work(worker: Worker) -> dict[str, Any]:
         "validation_samples": len(validation_set) if validation_set is not None else 0,
         "parameters": parameters,
         "worker_bytes": suits.worker_bytes,
-        "table_bytes": _table_bytes(replica, job),
+        **_table_bytes(replica, job),
         "other_meshes": suits.others,
         "process_bytes": process,
         "built": unbuilt is None,
@@ -123,15 +123,17 @@ def _tried(job: Job) -> Job:
     return job.model_copy(update={"strategy": job.strategy.inside})
 
 
-def _table_bytes(replica: Replica, job: Job) -> int:
-    """What a checkpoint has of the tables that lie on servers, with their moments: all rows, used or not."""
+def _table_bytes(replica: Replica, job: Job) -> dict[str, int]:
+    """What a checkpoint has of the tables that lie on servers: see `Facts`."""
     tables = replica.tables.tables if isinstance(replica.tables, RemoteTables) else ()
     rule = server_optimizer.ServerOptimizer(job.train.optimizer, [name for name, _ in replica.model.named_parameters()])
-    total = 0
+    sure = used = 0
     for table in tables:
-        tensors = 1 + (len(rule.first_state(table.name, table.dtype).moments) if table.trained else 0)
-        total += tensors * table.shape[0] * table.shape[1] * table.dtype.itemsize
-    return total
+        size = table.shape[0] * table.shape[1] * table.dtype.itemsize
+        moments = len(rule.first_state(table.name, table.dtype).moments) if table.trained else 0
+        sure += 0 if table.born else size
+        used += size * (moments + (1 if table.born else 0))
+    return {"table_bytes": sure, "row_bytes": used}
 
 
 def _left_out(whole: int, room: int) -> str:

@@ -1,4 +1,5 @@
-"""Restarts: where processes were lost, training begins again from the newest checkpoint, in the same command."""
+"""Restarts: where processes were lost or had to go, training begins again from the newest checkpoint, in the same
+command."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from verbund.errors import ClusterLost
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.run import Run
-from verbund.stage.attempt import attempt
+from verbund.stage.attempt import Preempted, attempt
 from verbund.stage.before import Facts
 
 _IN_VAIN = 3
@@ -47,7 +48,7 @@ def persistent(
             )
         except ClusterLost as error:
             ended = job.strategy.exchange.served or interrupts.count or cluster.lost is not None
-            if ended or not budget.take():
+            if ended or not (isinstance(error, Preempted) or budget.take()):
                 raise
             former = source
             source, warnings = newest(run)

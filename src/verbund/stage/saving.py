@@ -48,7 +48,7 @@ class Saver:
         self._given, self._more = mesh, more
         self._worker = worker
         self._run = run
-        self._replica = replica
+        self.replica = replica
         self._exchange = exchange
         self._snapshot = Snapshot()
         self._background = Background(run.checkpoints, deadline)
@@ -76,11 +76,11 @@ class Saver:
 
     @property
     def _mesh(self) -> Mesh:
-        return self._given or self._replica.mesh  # which changes as workers come and go
+        return self._given or self.replica.mesh  # which changes as workers come and go
 
     def _copied(self) -> list[Piece]:
         """A copy of what this worker saves; the rest is only noted."""
-        replica, mesh = self._replica, self._mesh
+        replica, mesh = self.replica, self._mesh
         own = [*replica.pieces("exchange"), *self._more()]
         if self._exchange is None:
             pieces = [piece for kind in KINDS for piece in replica.pieces(kind)]

@@ -25,11 +25,14 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.elastic import elastic
+from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.mirrors import Mirrors
 from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
+from verbund.stage.refill import refills
+from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
 from verbund.stage.stopping import Agreement
@@ -55,12 +58,15 @@ def work(worker: Worker) -> dict[str, Any]:
     links = Links()
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
-    replica = island.replica(worker)
-    if (whole := worker.settings["probe"]) is not None:
-        worker.doing("comparing the divided model with the whole", 0)
-        probe.check(replica, example_of(island.train_set), probe.Probe(**whole), job.train.precision)
-    source = worker.settings["checkpoint"] if not worker.joins else None
-    state = restore(Path(source), replica) if source else {}
+    mirrors = Mirrors.of(worker, job)
+    refilled = refills(job) and (worker.joins or island.era > 0)
+    if refilled:
+        replica, state = take_place(worker, island, mirrors)
+    else:
+        replica, state = _begun(worker, island)
+        if mirrors is not None:
+            mirrors.meet(island.groups, island.mesh.rank)
+    source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
     exchange = None
     if job.strategy.exchange.local:
@@ -70,11 +76,11 @@ def work(worker: Worker) -> dict[str, Any]:
         for text in dropped:
             worker.send("note", text=text)
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
-    worker.at_end.insert(0, lambda: journal.totals("held", **replica.held_bytes(), **held))
-    worker.at_end.insert(0, lambda: _count_combined(journal, replica, exchange))
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
-    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state)
+    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled)
+    worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
+    worker.at_end.insert(0, lambda: _count_combined(journal, training.replica, exchange))
     if worker.joins:
         worker.send("ready")
     try:
@@ -82,6 +88,17 @@ def work(worker: Worker) -> dict[str, Any]:
     except Dismissed:
         training.saver.wait()
         return {"stopped_by": "left"}
+
+
+def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
+    """A replica as a run begins with it, and the training's state: of a checkpoint, if there is one."""
+    replica = island.replica(worker)
+    if (whole := worker.settings["probe"]) is not None:
+        worker.doing("comparing the divided model with the whole", 0)
+        probe.check(replica, example_of(island.train_set), probe.Probe(**whole), island.job.train.precision)
+    replica.atomic = refills(island.job)
+    source = worker.settings["checkpoint"] if not worker.joins else None
+    return replica, restore(Path(source), replica) if source else {}
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
@@ -117,6 +134,8 @@ class _Training:
         journal: Journal,
         links: Links,
         state: dict[str, Any],
+        mirrors: Mirrors | None,
+        refilled: bool,
     ) -> None:
         job = island.job
         self.worker, self.island, self.replica, self.journal, self.links = (
@@ -132,7 +151,7 @@ class _Training:
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
-        self._first_step = self.step
+        self._first_step = int(state.get("first_step", self.step))
         self.samples = int(state.get("samples", 0))
         self.judge = Judge(job.train, state)
         self.former_seconds = float(state.get("seconds", 0.0))
@@ -141,8 +160,15 @@ class _Training:
         self._reported = 0.0
         self._reported_samples = self.samples
         self._validated = -1
-        self._elastic = elastic(job)
-        self._new = worker.joins
+        self._goes_on = goes_on(job)
+        self._done_at = self.begun
+        """When the last step was done."""
+        self._mirrors = mirrors
+        self._refilled = refilled
+        """Whether it has taken the place of a lost worker, with all that that had."""
+        self._kept: Held | None = None
+        self._state = state
+        self._new = worker.joins and not refilled
         """Whether it has nothing yet of what the others have trained."""
         self._recent: deque[tuple[float, tuple[int, float, float, int, float]]] = deque()
         """What the journal of another worker has of the last steps, and when they were done."""
@@ -163,13 +189,13 @@ class _Training:
             try:
                 again = enter(lost)
                 enter, lost = self._regroup, False
-                if self._elastic:
+                if self._goes_on:
                     self.worker.send("met", era=self.island.era)
                 reason = self._train(again)
                 if reason != "change":
                     break
             except PeerLost:
-                if not self._elastic or self.worker.orphaned:
+                if not self._goes_on or self.worker.orphaned:
                     raise
                 enter, lost = self._regroup, True
         return {
@@ -182,7 +208,10 @@ class _Training:
 
     def _begin(self, lost: bool) -> bool:
         """Compares the replicas, or takes a place among those who have begun; see `_regroup`."""
-        if self._new:
+        if self._refilled:
+            self._record_again(self._state)
+            again = True
+        elif self._new:
             again = self._regroup(lost)
         elif self.island.era > 0:  # a worker was lost before all had met
             again = self._catch_up(lost=True)
@@ -215,22 +244,67 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
+        held = None
+        if refills(self.job):
+            held = self._held(lost)
         self.island.meet_anew(self.worker)
+        if held is not None:
+            self._regain(held, lost)
+            return True
         self.replica.regroup(self.island.mesh, self.island.groups)
         self.tickets = Tickets(self.island.train_set, self.job, self.island.mesh, self.replica.division.unit)
         return self._catch_up(lost)
 
-    def _catch_up(self, lost: bool) -> bool:
-        """Comes to the newest step that a member has done; see `_regroup`."""
-        step = None if self._new else self.step
-        known = {
+    def _known(self) -> dict[str, Any]:
+        """What another worker needs to go on from here besides the replica's tensors, JSON values."""
+        return {
+            "step": self.step,
             "samples": self.samples,
             "first_step": self._first_step,
             "seconds": self._elapsed(),
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
+            "recent": [row for _, row in self._recent],
             **self.judge.state(),
         }
-        self.step, state, lost = bring_together(self.replica, step, known, lost)
+
+    def _held(self, lost: bool) -> Held:
+        """What this worker has trained, for when all meet anew."""
+        if self._kept is None:
+            self.replica.undo()
+            if self._mirrors is not None and not lost:  # who is asked to end leaves it to the others
+                self._mirrors.take(self.step, self._known(), self.replica.state.tensors())
+                self._mirrors.finish()
+            self._kept = Held(self.replica, self.step, self._known())
+        return self._kept
+
+    def _regain(self, held: Held, lost: bool) -> None:
+        """Goes on with a replica that is filled from memory, from where all can."""
+        self.replica, choice, state = regain(self.worker, self.island, self._mirrors, held)
+        self.saver.replica, self._kept = self.replica, None
+        if choice.step != self.step:
+            self.judge = Judge(self.job.train, state)
+        self.step, self.samples = choice.step, int(state["samples"])
+        self._validated = -1
+        if self.replica.loss_scale is not None:
+            self.replica.loss_scale.load(state["loss_scale"])
+        self._tell_regrouped(lost)
+        self._record_again(state)
+
+    def _tell_regrouped(self, lost: bool) -> None:
+        seconds = round(time.monotonic() - self._done_at, 4)
+        self.journal.event("regrouped", era=self.island.era, step=self.step, seconds=seconds, lost=lost)
+
+    def _record_again(self, state: dict[str, Any]) -> None:
+        """Whoever journaled the last steps may have gone before it wrote them, or not have come so far."""
+        if self.rank == 0:
+            for row in {int(row[0]): row for row in [*(row for _, row in self._recent), *state["recent"]]}.values():
+                if row[0] < self.step:
+                    self.journal.step(*row)
+
+    def _catch_up(self, lost: bool) -> bool:
+        """Comes to the newest step that a member has done; see `_regroup`."""
+        step = None if self._new else self.step
+        self.step, state, lost = bring_together(self.replica, step, self._known(), lost)
         self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
         self._validated = -1  # one that some have not finished is done again by all
         if step != self.step:
@@ -239,12 +313,10 @@ class _Training:
                 self.replica.loss_scale.load(state["loss_scale"])
         if step is None:
             self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+        else:
+            self._tell_regrouped(lost)
         self._new = False
-        if self.rank == 0:
-            while self._recent:
-                self.journal.step(
-                    *self._recent.popleft()[1]
-                )  # whoever journaled them may have gone before it wrote them
+        self._record_again(state)
         return lost
 
     def _train(self, again: bool) -> str | None:
@@ -281,6 +353,8 @@ class _Training:
                 count = len(self.replica.plan(sizes))
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
+                if self._mirrors is not None:
+                    self._mirrors.finish()
                 self.replica.update(step, sizes, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
@@ -293,6 +367,8 @@ class _Training:
                     self._collective(_COMPARISON, compared, time.monotonic_ns())
                 self.journal.add("compute", step, began, time.monotonic_ns())
                 self._record(step, sums.weight, sum(self.replica.joint(sizes)))
+                if self._mirrors is not None and self._mirrors.due(self.step):
+                    self._mirror()
                 # Who is done anyway is not interrupted.
                 reason = self.tickets.end_reached(self.step) or self._stopped(sums.flags)
                 if self.exchange is not None:
@@ -304,6 +380,12 @@ class _Training:
             loader.close()
         self._finish(reason)
         return reason
+
+    def _mirror(self) -> None:
+        assert self._mirrors is not None
+        start = time.monotonic_ns()
+        self._mirrors.take(self.step, self._known(), self.replica.state.tensors())
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
 
     def _diverged(self, step: int) -> RunFailed:
         fix = "Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up"
@@ -372,11 +454,11 @@ class _Training:
     # -- after a step --------------------------------------------------------------------------------------------
 
     def _record(self, step: int, weight: float, size: int) -> None:
-        now = time.monotonic()
+        now = self._done_at = time.monotonic()
         row = (step, self.loss, weight, size, float(self.replica.optimizer.param_groups[0]["lr"]))
         if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
             self.journal.step(*row)
-        elif self._elastic:
+        if self._goes_on:
             self._recent.append((now, row))
             while now - self._recent[0][0] > _RECENT_SECONDS and len(self._recent) > 2:
                 self._recent.popleft()
@@ -453,7 +535,7 @@ class _Training:
         self.worker.doing("saving", self.step)
         self.saver.wait()
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-        if self._elastic:  # whoever leaves has seen that nobody needs it any more
+        if self._goes_on:  # whoever leaves has seen that nobody needs it any more
             self.island.groups.island.all_reduce(torch.zeros(1), "the end")
         if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)

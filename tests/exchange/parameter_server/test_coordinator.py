@@ -61,6 +61,61 @@ def test_several_tickets_at_once(tmp_path: Path) -> None:
     assert desk.ask("lease", island=1, generation=1, number=0) == {"meet": 10, "reason": None, "judged": {}}
 
 
+def test_islands_come_and_go(tmp_path: Path) -> None:
+    """Over the coordinator's own death too: a new one may push from when it has come, one that is to go ends when it
+    has done what it has."""
+    desk = _Desk(tmp_path)
+    desk.enter(0)
+    desk.enter(1)
+    assert desk.ask("lease", island=1, generation=1, number=0)["ticket"] == 0
+    desk.enter(3)
+    assert desk.coordinator._view is not None
+    assert desk.coordinator._view.clients == (1, 1, 0, 1)
+    desk.restart()
+    assert desk.ask("lease", island=3, generation=1, number=0)["ticket"] == 1
+    desk.coordinator.want(1)
+    desk.coordinator.want(1)
+    desk.restart()
+    assert desk.ask("lease", island=1, generation=1, number=0)["ticket"] == 0  # it is told again what it has
+    assert desk.ask("lease", island=3, generation=1, number=1, done=1) == {"end": "released", "step": 0}
+    desk.enter(1, 2)  # it was lost instead of leaving: what it had others do
+    assert desk.ask("lease", island=1, generation=2, number=0) == {"end": "released", "step": 0}
+    assert desk.ask("lease", island=0, generation=1, number=0)["ticket"] == 0
+    desk.coordinator.want(2)
+    desk.enter(1, 3)
+    assert desk.ask("lease", island=1, generation=3, number=0)["ticket"] == 2
+    with pytest.raises(InputError, match="island"):
+        desk.enter(4096)
+
+
+def test_who_leaves_does_not_lead_unless_it_does_already(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path, Stops(2, ()))
+    for island in (0, 1):
+        desk.enter(island)
+        assert desk.ask("lease", island=island, generation=1, number=0)["ticket"] == island
+    desk.ask("done", island=0, generation=1, done=1)
+    meets = desk.ask("lease", island=1, generation=1, number=1, done=1)
+    assert meets["meet"] == 2
+    desk.coordinator.want(1)
+    desk.restart()
+    assert desk.ask("lease", island=1, generation=1, number=1) == meets
+    desk.enter(1, 2)  # lost, and not asked again: another one leads
+    assert desk.ask("lease", island=1, generation=2, number=0) == {"end": "released", "step": 0}
+    assert desk.ask("lease", island=0, generation=1, number=1)["meet"] == 2
+    desk.ask("settle", island=0, generation=1, step=2, reason=None, judged={})
+    assert desk.coordinator.ended == "steps"
+
+
+def test_where_tickets_are_divided_nobody_comes_or_goes(tmp_path: Path) -> None:
+    desk = _Desk(tmp_path, divided=True)
+    desk.enter(0)
+    desk.enter(1)
+    desk.coordinator.want(1)
+    assert desk.ask("lease", island=1, generation=1, number=0)["ticket"] == 0
+    with pytest.raises(InputError, match="island"):
+        desk.enter(2)
+
+
 def test_a_ticket_is_told_again_to_who_did_not_hear(tmp_path: Path) -> None:
     desk = _Desk(tmp_path)
     desk.enter(0)

@@ -93,6 +93,64 @@ def test_without_deaths_each_ticket_is_given_once(seed: int, divided: bool) -> N
     assert all(len(by) == times for by in finished.values())
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), workers=st.integers(1, 2), deaths=st.sampled_from([0.0, 0.03]))
+def test_islands_come_and_go_and_every_ticket_is_done(seed: int, workers: int, deaths: float) -> None:
+    """Without deaths each is done once, whoever comes and goes; who has gone is asked for nothing any more."""
+    choose = random.Random(seed)
+    leases = Leases(2, workers, False, 0, Stops(40, (15,)))
+    generation, living = {0: 1, 1: 1}, {0, 1}
+    for island in living:
+        leases.enter(island, 1)
+    number: dict[int, int] = {0: 0, 1: 0}
+    done = {0: [0] * workers, 1: [0] * workers}
+    finished: dict[int, int] = {}
+    rests, gone = [], 0
+    for _ in range(20_000):
+        assert all(ticket in finished for ticket in range(leases.low))
+        if leases.ended is not None:
+            break
+        if leases.resting:
+            rests.append(leases.stop)
+            leases.settle(rests[-1] or 0, None)
+            continue
+        event = choose.random()
+        if event < 0.02:
+            leases.release(choose.randrange(1, len(leases.islands)))
+            continue
+        if event < 0.05 or (deaths and event < 0.05 + deaths):
+            island = choose.choice(sorted(living)) if event > 0.05 else choose.randrange(1, 5)
+            generation[island] = generation.get(island, 0) + 1
+            if event < 0.05:
+                if island in living:
+                    continue
+                leases.admit(island)
+            leases.enter(island, generation[island])
+            number[island], done[island] = 0, [0] * workers
+            living.add(island)
+            continue
+        island = choose.choice(sorted(living))
+        if leases.gone(island):
+            living.remove(island)
+            gone += 1
+            assert not leases.lease(island, number[island])
+        elif choose.random() < 0.5 and number[island] - min(done[island]) < 3:
+            number[island] += leases.lease(island, number[island])
+        else:
+            worker = choose.randrange(workers)
+            if done[island][worker] < number[island]:
+                before = min(done[island])
+                done[island][worker] += 1
+                if min(done[island]) > before:
+                    ticket = leases.ticket(island, before)
+                    finished[ticket] = finished.get(ticket, 0) + 1
+                leases.done(island, worker, done[island][worker])
+    assert leases.ended == "steps"
+    assert rests == [15, 30, 40]
+    assert sorted(finished) == list(range(40))
+    assert deaths or set(finished.values()) == {1}
+
+
 @pytest.mark.parametrize("divided", [True, False])
 def test_who_is_asked_to_end_finishes_what_is_leased(divided: bool) -> None:
     leases = Leases(2, 1, divided, 0, Stops(None, ()))

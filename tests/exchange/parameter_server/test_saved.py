@@ -212,6 +212,48 @@ def test_rows_that_nobody_has_changed_are_not_loaded(tmp_path: Path) -> None:
     assert other.image(0).tensors["rows"].tolist() == [5, 4000]
 
 
+def test_a_checkpoint_of_a_table_takes_what_its_rows_take(tmp_path: Path) -> None:
+    plan = Plan(tuple(tables(2, (1, 1.0), 1_000_000, 16)), spec("adam"), ASYNCHRONOUS)
+    holdings, other = Holdings(plan), Holdings(plan)
+    rows = torch.arange(0, 1_000_000, 10_000)
+    for number in range(2):
+        holdings.create(number, None)
+    send(holdings, push(parts_of(plan, rows, torch.ones(100, 16), 0)))
+    with save(tmp_path, [holdings.pieces([0]), holdings.pieces([1])]) as checkpoint:
+        files = sum(path.stat().st_size for path in checkpoint.manifest.folder.iterdir())
+        assert 100 * 16 * 4 * 3 < files < 40_000  # the whole table has 192 MB
+        assert torch.equal(checkpoint.gather("parameters", "table", rows), holdings_rows(holdings, rows))
+        some = torch.tensor([0, 7, 400_007, 999_999])
+        assert torch.equal(checkpoint.gather("parameters", "table", some), holdings_rows(holdings, some))
+        for number in range(2):
+            other.load(number, checkpoint)
+    for number in range(2):
+        one, two = holdings.image(number), other.image(number)
+        assert one.tensors.keys() == two.tensors.keys()
+        assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in one.tensors)
+
+
+def holdings_rows(holdings: Holdings, rows: Tensor) -> Tensor:
+    found = []
+    for number, block in enumerate(holdings.plan.blocks):
+        low = block.offset[0]
+        found.append(holdings.read_rows(number, rows[(rows >= low) & (rows < low + block.length[0])]))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_table_with_another_seed_gets_the_rows_that_were_saved(seed: int, tmp_path: Path) -> None:
+    """Rows that were not stored are what they were, not what the changed task would have made of them."""
+    first = Holdings(Plan(tuple(tables(1, (1, 1.0))), spec("adam"), ASYNCHRONOUS))
+    first.create(0, None)
+    send(first, push(parts_of(first.plan, torch.tensor([3]), torch.ones(1, WIDTH), 0)))
+    other = Holdings(Plan(tuple(tables(1, (seed, 1.0))), spec("adam"), ASYNCHRONOUS))
+    with save(tmp_path, [first.pieces([0])]) as checkpoint:
+        other.load(0, checkpoint)
+    assert torch.equal(whole(other, "table"), whole(first, "table"))
+    assert len(other.image(0).tensors["rows"]) == (1 if seed == 1 else 23)
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     plan = Plan(tuple(blocks_of(SHAPES)), spec("adam"), ASYNCHRONOUS)
     holdings = Holdings(plan)

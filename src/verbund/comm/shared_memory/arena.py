@@ -22,6 +22,7 @@ from verbund.observe.memory import available_bytes
 
 _PAGE = mmap.PAGESIZE
 _TOKEN = 32  # bytes at the beginning, by which a neighbour knows the arena
+_LEFT = 64  # where its process says that it takes part in nothing any more
 _SPARE = 8  # this part of the free memory is left free
 
 
@@ -48,6 +49,11 @@ class Memory:
 
     def token(self) -> str:
         return self._map[:_TOKEN].hex()
+
+    @property
+    def left(self) -> bool:
+        """Whether its process has said that it goes on with nothing that neighbours wait for."""
+        return bool(self.words(_LEFT, 1)[0])
 
 
 class Arena(Memory):
@@ -82,6 +88,10 @@ class Arena(Memory):
         place = self._free
         self._free += size
         return place
+
+    def leave(self) -> None:
+        """Says so: neighbours that wait for this process are told that it is gone."""
+        self.words(_LEFT, 1)[0] = 1
 
     def place_of(self, tensor: Tensor) -> int | None:
         """Where in this arena a tensor's memory begins; None if it is elsewhere."""
@@ -129,13 +139,15 @@ class Lives:
 
     def __init__(self, neighbours: dict[int, Neighbour]) -> None:
         self._poll = select.poll()
+        self._memories = {number: neighbour.memory for number, neighbour in neighbours.items()}
         self._numbers = {neighbour.life: number for number, neighbour in neighbours.items()}
         for life in self._numbers:
             self._poll.register(life, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """Who has ended, zombies among them."""
-        return sorted(self._numbers[life] for life, _ in self._poll.poll(0))
+        """Who has ended, zombies among them, or has left."""
+        left = {number for number, memory in self._memories.items() if memory.left}
+        return sorted(left | {self._numbers[life] for life, _ in self._poll.poll(0)})
 
 
 def _reason(error: Exception) -> str:

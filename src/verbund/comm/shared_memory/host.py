@@ -68,6 +68,10 @@ class Host:
             return None, note
         return Host(arena, number, hosts, neighbours), None
 
+    def leave(self) -> None:
+        """This process goes on with nothing that it has begun: who waits for it hears that it is gone."""
+        self.arena.leave()
+
     def companions(self, members: Sequence[int]) -> list[list[int]]:
         """The members of a group, by their numbers, divided by hosts; in the order of their first ones."""
         found: dict[str, list[int]] = {}

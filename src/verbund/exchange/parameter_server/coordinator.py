@@ -33,6 +33,8 @@ _LOG = "coordinator.jsonl"
 _COMPACT = 20_000
 """Events after which the file is written anew."""
 _JUDGED = 1 << 16
+_ISLANDS = 4096
+"""That there may be at most, where they come and go."""
 _TEXT = 512
 
 Places = Callable[[Plan], list[tuple[int, ...]]]
@@ -91,13 +93,24 @@ class Coordinator:
         with self._changed:
             self._event("end_soon", reason)
 
+    def want(self, islands: int) -> None:
+        """From now on there are to be the first so many islands: those beyond get no more tickets, and end."""
+        if self._leases.divided:
+            return
+        with self._changed:
+            for number, own in enumerate(self._leases.islands):
+                if own.leaves != (number >= islands):
+                    self._event("release" if number >= islands else "admit", number)
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     def _on_enter(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A worker of an island has come, with the plan that its model gives."""
-        island, record = self._island(fields), fields.get("plan")
+        leases = self._leases
+        most = len(leases.islands) if leases.divided else _ISLANDS
+        island, record = whole(fields, "island", 0, most - 1), fields.get("plan")
         plan = _plan_of(record)
-        known = self._leases.islands[island].generation
+        known = leases.islands[island].generation if island < len(leases.islands) else 0
         generation = whole(fields, "generation", 0, known + LIVES)
         if self._plan is None:
             self._event("plan", record)
@@ -109,7 +122,7 @@ class Coordinator:
             )
         if generation < known:
             raise _fenced(island)
-        if generation > self._leases.islands[island].generation:
+        if generation > known:
             self._event("enter", island, generation)
         return {"judged": self._judged, "rested": self._leases.rested, "begun": self._begun}
 
@@ -141,6 +154,8 @@ class Coordinator:
                 return {"tickets": tickets, "low": self._leases.low}
             if self._leases.resting and (lead := self._leads(island)) is not None:
                 return lead
+            if self._leases.gone(island):
+                return {"end": "released", "step": self._leases.rested}
             left = until - time.monotonic()
             if left <= 0:
                 return {"waits_for": self._leases.missing()}
@@ -222,6 +237,8 @@ class Coordinator:
             leader, life, _ = self._lead
             if self._leases.islands[leader].generation == life and leader != island:
                 return None
+        if self._leases.islands[island].leaves and self._lead != (island, generation, step):
+            return None
         if self._lead != (island, generation, step):
             self._event("lead", island, generation, step)  # so that after this process's death no other leads as well
         return {"meet": step, "reason": self._leases.reason, "judged": self._judged}
@@ -302,6 +319,12 @@ class Coordinator:
         self._leases.enter(island, generation)
         assert self._view is not None
         self._view = membership.entered(self._view, island, generation)
+
+    def _take_release(self, island: int) -> None:
+        self._leases.release(island)
+
+    def _take_admit(self, island: int) -> None:
+        self._leases.admit(island)
 
     def _take_lease(self, island: int, number: int, count: int) -> None:
         for n in range(number, number + count):

@@ -2,7 +2,8 @@
 
 A pure state machine: the same events in the same order give the same state, so that a log of them is all that must be
 kept. Where tickets are divided (synchronous) every island gets its share of each; else each ticket goes to one island,
-and to another one if that is lost. No ticket beyond the next stop is leased before all before it are done.
+and to another one if that is lost, and islands may come and go. No ticket beyond the next stop is leased before all
+before it are done.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Island:
         first: how many were given before those.
         done: by worker, how many of its tickets are done.
         clock: where tickets are divided, the next that it is given.
+        leaves: it gets no more tickets.
     """
 
     generation: int = 0
@@ -50,13 +52,14 @@ class Island:
     first: int = 0
     done: list[int] = field(default_factory=list)
     clock: int = 0
+    leaves: bool = False
 
 
 class Leases:
     """The state.
 
     Args:
-        islands: how many there are.
+        islands: how many there are at the beginning.
         workers: of each.
         divided: whether tickets are divided among all islands.
         begin: the step that training begins with.
@@ -64,7 +67,7 @@ class Leases:
     """
 
     def __init__(self, islands: int, workers: int, divided: bool, begin: int, stops: Stops) -> None:
-        self._divided, self._stops = divided, stops
+        self.divided, self._stops, self._workers = divided, stops, workers
         self.islands = [Island(done=[0] * workers, clock=begin) for _ in range(islands)]
         self.stop: int | None = stops.after(begin - 1) if stops.total == begin else stops.after(begin)
         """The next stop."""
@@ -79,18 +82,29 @@ class Leases:
     # -- events --------------------------------------------------------------------------------------------------
 
     def enter(self, island: int, generation: int) -> None:
-        """New processes are an island's: what the former ones had is given anew."""
+        """New processes are an island's: what the former ones had is given anew. Where tickets are not divided the
+        island may be one that was not there."""
+        while len(self.islands) <= island:
+            self.islands.append(Island(done=[0] * self._workers))
         own = self.islands[island]
         if generation <= own.generation:
             return
         left = own.given[min(own.done) - own.first :]
-        if self._divided:
+        if self.divided:
             own.clock = min([own.clock, *left])
         else:
             for ticket in left:
                 heapq.heappush(self._again, ticket)
-        workers = len(own.done)
-        self.islands[island] = Island(generation, [], 0, [0] * workers, own.clock)
+        self.islands[island] = Island(generation, [], 0, [0] * self._workers, own.clock, own.leaves)
+
+    def release(self, island: int) -> None:
+        """An island gets no more tickets; what it has it does. Where tickets are divided none can go."""
+        self.islands[island].leaves = True
+
+    def admit(self, island: int) -> None:
+        """An island that was to leave, or has left, may come again."""
+        if island < len(self.islands):
+            self.islands[island].leaves = False
 
     def lease(self, island: int, number: int) -> bool:
         """An island wants its ticket number `number` (of those since it entered); whether there is one."""
@@ -99,7 +113,7 @@ class Leases:
             return True
         if (ticket := self._available(own)) is None:
             return False
-        if self._divided:
+        if self.divided:
             own.clock = ticket + 1
             self._next = max(self._next, own.clock)
         elif self._again:
@@ -146,11 +160,15 @@ class Leases:
         own = self.islands[island]
         return own.given[number - own.first]
 
+    def gone(self, island: int) -> bool:
+        """Whether an island was to leave, and has done all that it had."""
+        return self.islands[island].leaves and not self.islands[island].given
+
     @property
     def low(self) -> int:
         """All tickets below are done."""
         left = [min(own.given) for own in self.islands if own.given]  # who does a lost one's goes back
-        if self._divided:
+        if self.divided:
             return min([*left, *(own.clock for own in self.islands)])
         return min([*left, *self._again, self._next])
 
@@ -184,9 +202,9 @@ class Leases:
         self._next, self._again = int(record["next"]), list(record["again"])
 
     def _available(self, own: Island) -> int | None:
-        if self.ended is not None:
+        if self.ended is not None or own.leaves:
             return None
-        ticket = own.clock if self._divided else self._again[0] if self._again else self._next
+        ticket = own.clock if self.divided else self._again[0] if self._again else self._next
         return None if self.stop is not None and ticket >= self.stop else ticket
 
 

@@ -72,8 +72,9 @@ def joined(view: View, server: int, generation: int, blocks: Iterable[int]) -> V
 
 
 def entered(view: View, island: int, generation: int) -> View:
-    """An island's workers have come; older ones of it may push no more."""
-    if view.clients[island] == generation:
+    """An island's workers have come; older ones of it may push no more. The island may be one that was not there."""
+    known = (*view.clients, *[0] * (island + 1 - len(view.clients)))
+    if known[island] == generation:
         return view
-    clients = tuple(generation if n == island else known for n, known in enumerate(view.clients))
+    clients = (*known[:island], generation, *known[island + 1 :])
     return replace(view, number=view.number + 1, clients=clients)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
+from verbund.checkpoint.sparse import Filler
 from verbund.errors import CheckpointError
 from verbund.exchange.parameter_server.dense import Dense, Sum
 from verbund.exchange.parameter_server.image import Store
@@ -17,7 +19,6 @@ from verbund.exchange.parameter_server.server_optimizer import FirstState, Serve
 from verbund.exchange.parameter_server.tables import Table
 
 _RUN = 1 << 22  # elements of a table at a time
-_BORN = "parameter_server/born/"
 
 
 def pieces(store: Store) -> Iterator[Piece]:
@@ -72,60 +73,73 @@ def load(block: Block, checkpoint: Checkpoint, optimizer: ServerOptimizer) -> St
 
 
 def _load_table(block: Block, checkpoint: Checkpoint, optimizer: ServerOptimizer) -> Table:
-    """Rows that nobody had changed are not read where they can be made."""
-    table = Table(
-        block, optimizer, None if block.born else torch.empty(block.length, dtype=getattr(torch, block.dtype))
-    )
-    name = _BORN + block.name
-    born = None
-    if block.born and name in checkpoint.names("exchange") and checkpoint.shape("exchange", name) == block.shape[:1]:
-        born = checkpoint.read("exchange", name, block.offset[:1], block.length[:1])
+    """Of rows that are not stored, as they can be made, nothing is read."""
+    dtype = getattr(torch, block.dtype)
+    table = Table(block, optimizer, None if block.born else torch.empty(block.length, dtype=dtype))
+    start, end = block.offset[0], block.offset[0] + block.length[0]
     keys = _keys(block, checkpoint)
     moments = [key for key in keys if key in table.first.moments]
     numbers = {key: checkpoint.read("optimizer", f"{block.name}/{key}") for key in keys if key not in moments}
-    for low, high in _runs(block):
-        rows = torch.arange(low, high) if born is None else born[low:high].nonzero().view(-1) + low
-        if not len(rows):
-            continue
-        offset, length = (block.offset[0] + low, *block.offset[1:]), (high - low, *block.length[1:])
-        values = checkpoint.read("parameters", block.name, offset, length)[rows - low]
-        state = {
-            key: checkpoint.read("optimizer", f"{block.name}/{key}", offset, length)[rows - low] for key in moments
-        }
-        if table.lazy or state:
-            table.put(rows, values, state)
-        else:
-            table.all_rows[low:high] = values
+    rows = None
+    if table.lazy:
+        rows = checkpoint.stored_rows("parameters", block.name, start, end, Filler(born=block.born))
+    else:
+        for low, high in _runs(block):
+            at, length = (start + low, *block.offset[1:]), (high - low, *block.length[1:])
+            table.all_rows[low:high] = checkpoint.read("parameters", block.name, at, length)
+        if moments:
+            filler = Filler(float(table.first.moments[moments[0]]))
+            rows = checkpoint.stored_rows("optimizer", f"{block.name}/{moments[0]}", start, end, filler)
+    if table.lazy or moments:
+        rows = torch.arange(start, end) if rows is None else rows
+        for some in torch.split(rows, _rows_at_once(block)):
+            state = {key: checkpoint.gather("optimizer", f"{block.name}/{key}", some) for key in moments}
+            table.put(some - start, checkpoint.gather("parameters", block.name, some), state)
     if keys:
         none = torch.empty(0, dtype=torch.int64)
-        table.put(none, torch.empty((0, *block.length[1:]), dtype=getattr(torch, block.dtype)), numbers)
+        table.put(none, torch.empty((0, *block.length[1:]), dtype=dtype), numbers)
     return table
 
 
 def _table_pieces(table: Table) -> Iterator[Piece]:
-    block = table.block
-    if block.born:
-        name, shape, at, length = _BORN + block.name, block.shape[:1], block.offset[:1], block.length[:1]
-        marks = torch.full(length, not table.lazy)
-        marks[table.stepped] = True
-        yield Piece("exchange", name, shape, torch.bool, at, length, marks)
+    """The rows that have been stepped, and what all others hold; all rows where they cannot be made."""
+    block, stepped, start = table.block, table.stepped, table.block.offset[0]
     stateless = not table.has_state and _whole(block)
-    for low, high in _runs(block):
-        rows = torch.arange(low, high)
-        values = table.gather(rows) if table.lazy else table.all_rows[low:high]
-        run = Block(
-            block.name, block.shape, block.dtype, (block.offset[0] + low, *block.offset[1:]), tuple(values.shape)
-        )
-        yield _piece(run, "parameters", block.name, values)
-        if not stateless:
-            state = table.state(rows) if table.has_state else _before_the_first_step(run, table.first)
-            yield from _state_pieces(run, table.first, state)
+    if not table.lazy:
+        for low, high in _runs(block):
+            yield _piece(_run(block, low, high), "parameters", block.name, table.all_rows[low:high])
+    ends = [int(rows[-1]) + 1 for rows in torch.split(stepped, _rows_at_once(block))[:-1]]
+    for low, high in pairwise([0, *ends, block.length[0]]):
+        rows, run = stepped[(stepped >= low) & (stepped < high)], _run(block, low, high)
+        if table.lazy:
+            yield _sparse(run, "parameters", block.name, rows + start, table.gather(rows), Filler(born=block.born))
+        if stateless:
+            continue
+        rows = rows if table.has_state else rows[:0]
+        state = table.state(rows)
+        for key, first in table.first.moments.items():
+            values = state.get(key, first.new_empty((0, *block.length[1:])))
+            yield _sparse(run, "optimizer", f"{block.name}/{key}", rows + start, values, Filler(float(first)))
+    if not stateless:
+        numbers = table.state(stepped[:0]) or table.first.numbers
+        for key in table.first.numbers:
+            yield Piece.whole("optimizer", f"{block.name}/{key}", numbers[key], not any(block.offset))
+
+
+def _run(block: Block, low: int, high: int) -> Block:
+    """Some rows of a block."""
+    offset, length = (block.offset[0] + low, *block.offset[1:]), (high - low, *block.length[1:])
+    return Block(block.name, block.shape, block.dtype, offset, length)
 
 
 def _runs(block: Block) -> Iterator[tuple[int, int]]:
-    step = max(_RUN // max(block.width, 1), 1)
+    step = _rows_at_once(block)
     for low in range(0, block.length[0], step):
         yield low, min(low + step, block.length[0])
+
+
+def _rows_at_once(block: Block) -> int:
+    return max(_RUN // max(block.width, 1), 1)
 
 
 def _state_pieces(block: Block, first: FirstState, state: dict[str, Tensor]) -> Iterator[Piece]:
@@ -144,6 +158,11 @@ def _before_the_first_step(block: Block, first: FirstState) -> dict[str, Tensor]
 def _piece(block: Block, kind: str, name: str, values: Tensor) -> Piece:
     values = values.view(block.length) if values.is_contiguous() else values
     return Piece(kind, name, block.shape, values.dtype, block.offset, block.length, values)
+
+
+def _sparse(run: Block, kind: str, name: str, rows: Tensor, values: Tensor, filler: Filler) -> Piece:
+    """Some rows of a run, by their numbers in the whole table."""
+    return Piece(kind, name, run.shape, values.dtype, run.offset, run.length, values, rows=rows, filler=filler)
 
 
 def _keys(block: Block, checkpoint: Checkpoint) -> list[str]:

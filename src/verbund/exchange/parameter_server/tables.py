@@ -34,9 +34,11 @@ class Table:
         self.parameter = nn.Parameter(torch.empty((0, *block.length[1:]), dtype=dtype))
         self.first = optimizer.first_state(block.name, dtype)
         self.has_state = False
-        self._values = reserve(block.length, dtype) if values is None else values.view(block.length)
-        self._slots = reserve(block.length[:1], torch.int32)  # by row; 0: none, else one more than its number
-        self._rows = reserve(block.length[:1], torch.int64)  # by slot
+        self._values = reserve(block.length, dtype, block.name) if values is None else values.view(block.length)
+        self._slots = reserve(
+            block.length[:1], torch.int32, block.name
+        )  # by row; 0: none, else one more than its number
+        self._rows = reserve(block.length[:1], torch.int64, block.name)  # by slot
         self._used = 0
         self._moments: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
@@ -146,7 +148,7 @@ class Table:
 
     def _reserved(self, key: str) -> Tensor:
         if key not in self._moments:
-            self._moments[key] = reserve(self.block.length, self.first.moments[key].dtype)
+            self._moments[key] = reserve(self.block.length, self.first.moments[key].dtype, self.block.name)
         return self._moments[key]
 
     def _made(self, rows: Tensor) -> Tensor:

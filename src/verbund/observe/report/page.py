@@ -14,6 +14,7 @@ from typing import Any
 from verbund.errors import RunFailed
 from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.report import sections
+from verbund.observe.report.membership import membership
 from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
 from verbund.observe.report.rounds import rounds
@@ -73,6 +74,7 @@ def page(
         section("Pipeline", pipeline(summary, journals)),
         section("Exchange between islands", sections.exchange(summary)),
         section("Parameter servers", servers(summary)),
+        section("Workers that came and went", membership(summary)),
         section("Rounds", rounds(summary)),
         section("Compressed gradients", sections.compression(summary)),
         section("Network", network(summary, settings)),

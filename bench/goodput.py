@@ -1,0 +1,217 @@
+"""Goodput under faults: what a training gets done of what its living workers could do.
+
+    sudo python bench/goodput.py [--seconds 600] [--every 20] [--workers 8] [--share 0.1] [--seed 1]
+
+Worker processes train an MLP, each with a share of a core of its own from when it loads the task (cgroup v1,
+`cpu.cfs_quota_us`; needs root): those that take the places of others too, so that what they load costs them as much
+time as a worker has. First they train undisturbed for `--calm` seconds. Then every `--every` seconds one, chosen by
+the seed, meets with a fault, also chosen: SIGKILL, SIGSTOP for half a minute, or SIGTERM, the notice of a preemption.
+The goodput is the samples of the steps that were done, divided by the undisturbed rate times the time, counting of
+each moment only the share of the workers that live then and are not stopped, joining ones among them. When a step was
+done, the spans of the journals tell; that no step is missing, the curve. One JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbund.observe.events import SPANS
+from verbund.observe.journal import read
+
+GROUPS = Path("/sys/fs/cgroup/cpu")
+PERIOD = 20_000
+BATCH = 256
+STOPPED_SECONDS = 30.0
+FAULTS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+TASK = """
+import os
+from pathlib import Path
+from torch import nn
+
+group = Path(f"{prefix}-{{os.getpid()}}")
+group.mkdir(exist_ok=True)
+(group / "cpu.cfs_period_us").write_text("{period}")
+(group / "cpu.cfs_quota_us").write_text("{quota}")
+(group / "cgroup.procs").write_text(str(os.getpid()))
+
+def model():
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+"""
+JOB = """
+task = "task.py"
+[data]
+train = "data.npz"
+input = "x"
+target = "y"
+cache = "cache"
+[train]
+objective = "cross_entropy"
+global_batch = {batch}
+steps = 10000000
+optimizer = {{ name = "adamw", lr = 1e-3 }}
+[checkpoint]
+every = "end"
+[strategy]
+mesh = {{ data = {workers} }}
+[cluster]
+threads = 1
+heartbeat = 1.0
+replacements = 1000000
+"""
+
+
+def main() -> None:
+    """Measures, and prints the line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of faults")
+    parser.add_argument("--every", type=float, default=20.0)
+    parser.add_argument("--calm", type=float, default=30.0)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--share", type=float, default=0.1, help="of a core, for each worker")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    if not os.access(GROUPS / "cgroup.procs", os.W_OK):
+        raise SystemExit(f"{GROUPS} cannot be written: this needs root, and control groups of version 1")
+    prefix = GROUPS / f"verbund-goodput-{os.getpid()}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="verbund-bench-") as folder:
+            print(json.dumps(measure(Path(folder), prefix, given)))
+    finally:
+        for group in GROUPS.glob(f"{prefix.name}-*"):
+            group.rmdir()
+
+
+def measure(folder: Path, prefix: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The run and what it comes to."""
+    generator = np.random.default_rng(given.seed)
+    x = generator.normal(size=(8192, 256)).astype(np.float32)
+    np.savez(folder / "data.npz", x=x, y=x[:, :10].argmax(1))
+    (folder / "task.py").write_text(TASK.format(prefix=prefix, period=PERIOD, quota=int(PERIOD * given.share)))
+    (folder / "job.toml").write_text(JOB.format(batch=BATCH, workers=given.workers))
+    words = [sys.executable, "-m", "verbund", "train", str(folder / "job.toml"), "--run", str(folder / "run"), "-q"]
+    command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        calm, storm, faults, alive = _disturb(command, folder, given)
+    finally:
+        command.send_signal(signal.SIGINT)
+        errors = command.communicate(timeout=120)[1]
+    if command.returncode != 130:
+        raise SystemExit(errors)
+    ends = _ends(folder / "run" / "journal")
+    rate = int(((ends > calm[0]) & (ends <= calm[1])).sum()) * BATCH / (calm[1] - calm[0])
+    done = int(((ends > storm[0]) & (ends <= storm[1])).sum()) * BATCH
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return {
+        "bench": "goodput",
+        "workers": given.workers,
+        "seconds": round(storm[1] - storm[0], 1),
+        "faults": {fault.name: faults.count(fault) for fault in dict.fromkeys(FAULTS)},
+        "undisturbed_samples_per_second": round(rate, 1),
+        "samples": done,
+        "living_share": round(alive / (storm[1] - storm[0]), 4),
+        "goodput": round(done / (rate * alive), 4),
+        "seconds_lost": summary["membership"]["seconds_lost"],
+        "steps_redone": summary["membership"]["steps_redone"],
+        "steps_missing": summary["steps"] - len(ends),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
+    }
+
+
+def _disturb(
+    command: subprocess.Popen[str], folder: Path, given: argparse.Namespace
+) -> tuple[tuple[float, float], tuple[float, float], list[signal.Signals], float]:
+    """Begin and end of the undisturbed and of the disturbed time, the faults, and the integral of the living share."""
+    choose = random.Random(given.seed)
+    _wait(lambda: len(_trained(folder)) >= given.workers, command)
+    time.sleep(5.0)
+    calm = time.monotonic()
+    time.sleep(given.calm)
+    storm = now = time.monotonic()
+    faults: list[signal.Signals] = []
+    stopped: dict[int, float] = {}
+    alive = 0.0
+    while now < storm + given.seconds:
+        if command.poll() is not None:
+            raise SystemExit("the training has ended")
+        former, now = now, time.monotonic()
+        living = _workers(command.pid)
+        alive += (now - former) * min(len(living), given.workers) / given.workers
+        for pid in [pid for pid, until in stopped.items() if now > until]:
+            del stopped[pid]
+            _strike(pid, signal.SIGCONT)
+        if now > storm + len(faults) * given.every and living:
+            fault = choose.choice(FAULTS)
+            victim = choose.choice(living)
+            faults.append(fault)
+            _strike(victim, fault)
+            if fault is signal.SIGSTOP:
+                stopped[victim] = now + STOPPED_SECONDS
+        time.sleep(0.02)
+    return (calm, storm), (storm, now), faults, alive
+
+
+def _ends(journal: Path) -> np.ndarray[Any, Any]:
+    """When each step was done, the last worker's, in seconds of the monotonic clock."""
+    last: dict[int, int] = {}
+    for each in read(journal):
+        if each.role == "worker":
+            for kind, step, start, length in each.spans.tolist():
+                if kind == SPANS.index("compute"):
+                    last[step] = max(last.get(step, 0), start + length)
+    return np.array([last[step] for step in sorted(last)]) / 1e9
+
+
+def _trained(folder: Path) -> list[Path]:
+    return list((folder / "run" / "journal").glob("worker-*.jsonl"))
+
+
+def _workers(command: int) -> list[int]:
+    """The pids of the warm server's children that live and are not stopped."""
+    return [pid for server in _children(command) for pid in _children(server) if _state(pid) not in "TZX"]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _strike(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _wait(condition: Any, command: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120.0
+    while not condition():
+        if command.poll() is not None or time.monotonic() > until:
+            command.kill()
+            raise SystemExit(command.communicate()[1])
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
