@@ -20,7 +20,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("mesh", "exchange", "plan"),
     ("stage",),
     ("observe", "community", "interop"),
-    ("cli", "answer", "__main__", "__init__"),
+    ("cli", "commands", "answer", "__main__", "__init__"),
 ]  # fmt: skip
 
 # What a stage shows when it has ended stands above it; it is imported where it is called.
@@ -28,6 +28,7 @@ LATE = {
     "stage.launch": {"observe.report", "observe.summary", "observe.trace"},
     "stage.attempt": {"observe.report", "observe.summary", "observe.tensorboard"},
     "stage.before": {"observe.tensorboard"},
+    "stage.federated.outcome": {"observe.report", "observe.summary"},
 }
 
 
@@ -72,7 +73,8 @@ def test_supervising_side_does_not_import_torch() -> None:
     import subprocess
     import sys
 
-    modules = "verbund.cli, verbund.stage.launch, verbund.stage.doctor, verbund.stage.verify"
+    modules = "verbund.cli, verbund.stage.launch, verbund.stage.doctor, verbund.stage.verify, "
+    modules += "verbund.stage.federated.serve, verbund.stage.federated.client"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

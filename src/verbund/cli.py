@@ -9,9 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from verbund.answer import Answer, Output
+from verbund.commands import federate
+from verbund.commands.options import (
+    AsJson,
+    ClusterText,
+    Debug,
+    JobFile,
+    Quiet,
+    RunDirectory,
+    Settings,
+    Step,
+    StrategyText,
+    Workers,
+    changes_of,
+    whole_number,
+)
 from verbund.errors import InputError, Interrupted
 from verbund.interrupts import Interrupt, Interrupts
-from verbund.job import Job, parse_changes, parse_cluster, parse_strategy
+from verbund.job import Job, parse_cluster, parse_strategy
 
 if TYPE_CHECKING:
     from verbund.run import Run
@@ -24,51 +39,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"`{text}` is not a whole number") from None
-
-
-JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).")]
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory, e.g. runs/latest.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the job; may be repeated."),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", parser=_whole_number, help="Number of workers: mesh axis `data`."),
-]
-StrategyText = Annotated[
-    str | None,
-    typer.Option(
-        "--strategy",
-        metavar="TEXT",
-        help="How work is divided: data=2 · tensor=2,pipeline=2 · islands=4,exchange=diloco · "
-        "islands=2,exchange=parameter_server · data=4,compression=int8; axes that are not named are 1.",
-    ),
-]
-ClusterText = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="KIND",
-        help="Where processes run: local · hosts or hosts=NAME,NAME · external or external=HOST:PORT, for machines "
-        "that `verbund join` · ray or ray=HOST:PORT.",
-    ),
-]
-Step = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", parser=_whole_number, help="The checkpoint; default: the newest."),
-]
-# What these three do is done in `main`, for errors too.
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no closing lines.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
 def _version(wanted: bool) -> None:
@@ -86,6 +56,9 @@ def top(
     ] = False,
 ) -> None:
     pass
+
+
+app.add_typer(federate.app)
 
 
 @app.command(epilog="Example: `verbund init digits && verbund train digits/job.toml --workers 2`")
@@ -124,7 +97,7 @@ def train(
     """Train a job; ends with a summary and a report."""
     from verbund.stage import launch
 
-    whole = Job.read(job, _changes(settings, workers, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster))
     return _trained(launch.train(whole, run, quiet=quiet))
 
 
@@ -145,7 +118,7 @@ def resume(
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     from verbund.stage import launch
 
-    return _trained(launch.resume(run, _changes(settings, workers, strategy, cluster), quiet=quiet))
+    return _trained(launch.resume(run, changes_of(settings, workers, strategy, cluster), quiet=quiet))
 
 
 @app.command(epilog="Examples: `verbund scale runs/latest 2` · `verbund scale runs/latest 8 --json`")
@@ -155,7 +128,7 @@ def scale(
         int,
         typer.Argument(
             metavar="N",
-            parser=_whole_number,
+            parser=whole_number,
             help="Workers from now on: up to `cluster.max_workers`, or those that the strategy names.",
         ),
     ],
@@ -251,7 +224,7 @@ def join(
         typer.Option(
             "--slots",
             metavar="N",
-            parser=_whole_number,
+            parser=whole_number,
             help="Workers that this machine takes; default: as many as torchrun, srun or mpirun start here, else 1.",
         ),
     ] = None,
@@ -308,7 +281,7 @@ def doctor(
     """Check this machine, the installation and, if one is given, a job."""
     from verbund.stage import doctor as checks
 
-    whole = Job.read(job, _changes(settings, workers, strategy, cluster)) if job else None
+    whole = Job.read(job, changes_of(settings, workers, strategy, cluster)) if job else None
     findings = checks.examine(whole, network=network)
     failed = next((finding for finding in findings if finding.verdict == "failed"), None)
     lines = {finding: f"{finding.verdict:<7} {finding.what}: {finding.found}" for finding in findings}
@@ -370,7 +343,7 @@ def verify(
         str | None,
         typer.Option("--against", metavar="TEXT", help="Another strategy; default: a single process."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=_whole_number, help="Steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", parser=whole_number, help="Steps to compare.")] = 3,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -379,26 +352,11 @@ def verify(
     from verbund.stage.verify import lines
     from verbund.stage.verify import verify as compare
 
-    whole = Job.read(job, _changes(settings, None, strategy, cluster))
+    whole = Job.read(job, changes_of(settings, None, strategy, cluster))
     found = compare(whole, against=against, steps=steps, quiet=quiet)
     verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
     status = "done" if found["passed"] else "failed"
     return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
-
-
-def _changes(
-    settings: list[str] | None, workers: int | None, strategy: str | None, cluster: str | None
-) -> dict[str, Any]:
-    changes = parse_changes(settings or [])
-    if strategy is not None:
-        changes |= parse_strategy(strategy)
-    if workers is not None:
-        if strategy is not None:
-            raise InputError("--workers and --strategy both say how many", where="arguments", fix="Give one of them")
-        changes["strategy.mesh"] = {"data": workers}
-    if cluster is not None:
-        changes |= parse_cluster(cluster)
-    return changes
 
 
 def _evaluated_by(workers: int | None, strategy: str | None, cluster: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from verbund.job.data import Data
 from verbund.job.exchange import Exchange
 from verbund.job.federated import Partition, Rule
 from verbund.job.federated_privacy import Privacy, Secure
+from verbund.job.federated_round import Round
 from verbund.job.job import Job
 from verbund.job.observe import Observe
 from verbund.job.optimizer import Group, Optimizer, Schedule
@@ -38,6 +39,7 @@ __all__ = [
     "Partition",
     "Patience",
     "Privacy",
+    "Round",
     "Rule",
     "Schedule",
     "Section",

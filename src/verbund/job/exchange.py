@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
 from verbund.job.federated_privacy import Privacy, Secure
+from verbund.job.federated_round import Round
 from verbund.job.section import Positive, Section
 
 
@@ -84,6 +85,8 @@ class Exchange(Section):
     """federated: how updates become new parameters."""
     partition: Annotated[Partition, Field(examples=["iid", {"name": "dirichlet", "alpha": 0.3}])] = Partition()
     """federated, in a simulation: which client has which samples."""
+    round: Round = Round()
+    """federated, with real clients: what a server's rounds go by."""
     privacy: Annotated[Privacy, Field(examples=["central", {"kind": "central", "noise": 1.0}])] = Privacy()
     """federated: differential privacy."""
     secure: Annotated[Secure, Field(examples=[{"threshold": 0.7}])] | None = None
@@ -179,7 +182,8 @@ _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
     **dict.fromkeys(
-        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure"), ("federated",)
+        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),
+        ("federated",),
     ),
     **dict.fromkeys(
         (

@@ -22,12 +22,8 @@ PERSONAL = ("ditto", "fedbn", "fedper", "fedrep")
 NEEDS_PLAIN_SGD = ("scaffold",)
 """Rules whose clients must take steps of plain SGD: they reckon back from the parameters to the gradients."""
 NEEDS_SGD = ("scaffold", "fednova")
-SEES_EACH = (*ROBUST, "fedbuff")
-"""Rules that look at single updates, or at when each began: sums, which is all that secure aggregation shows, are not
-enough."""
-NOISY_SUMS = (*SEES_EACH, "scaffold", "fednova")
-"""Rules whose updates have more than a difference, or are not added up: noise on a sum of clipped differences does not
-make them private."""
+AVERAGED = ("fedavg", "fedavgm", *ADAPTIVE, "fedprox", "ditto", "fedbn", "fedper", "fedrep")
+"""Rules that need nothing of the updates but the mean of their differences."""
 UNIFORM = ("scaffold", *ROBUST)
 """Rules under which every client of the cohort counts the same."""
 
@@ -169,22 +165,7 @@ class Partition(Section):
 def exchange_problems(exchange: Exchange) -> list[str]:
     """What in the exchange `federated` does not go together; this, `job_problems` and `privacy_problems` alone say what
     excludes what."""
-    rule, privacy = exchange.rule, exchange.privacy
-    problems = privacy_problems(privacy, exchange.secure)
-    if exchange.secure is not None and rule.name in SEES_EACH:
-        problems.append(f"the rule `{rule.name}` looks at single updates, which `secure` hides: leave one of them out")
-    if exchange.secure is not None and rule.refuse_beyond is not None:
-        problems.append("`rule.refuse_beyond` compares single updates, which `secure` hides: leave one of them out")
-    if exchange.secure is not None and rule.max_weight is not None:
-        problems.append(
-            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
-        )
-    if privacy.kind in ("central", "distributed") and rule.name in NOISY_SUMS:
-        problems.append(f"the privacy `{privacy.kind}` needs plain sums of differences, not the rule `{rule.name}`")
-    elif privacy.kind in ("central", "distributed") and rule.by_samples:
-        problems.append(f"under the privacy `{privacy.kind}` all clients count the same: set `rule.weights` `uniform`")
-    if privacy.kind in ("central", "distributed") and rule.clip_norm is not None:
-        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
+    problems, rule = _protection_problems(exchange), exchange.rule
     if exchange.local_epochs is not None and exchange.local_steps is not None:
         problems.append("give `local_epochs` or `local_steps`, not both")
     if exchange.clients is not None and exchange.cohort_size(exchange.clients) > exchange.clients:
@@ -193,6 +174,33 @@ def exchange_problems(exchange: Exchange) -> list[str]:
         problems.append(lack)
     if rule.buffer is not None and exchange.clients and rule.buffer > exchange.cohort_size(exchange.clients):
         problems.append(f"`rule.buffer` of {rule.buffer} updates is more than the clients that train at a time")
+    return problems
+
+
+def _protection_problems(exchange: Exchange) -> list[str]:
+    """What the server cannot do that has protected sums of differences alone."""
+    rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
+    if privacy.kind == "none" and secure is None:
+        return []
+    problems = privacy_problems(privacy, secure)
+    what = "`secure`" if privacy.kind == "none" else f"the privacy `{privacy.kind}`"
+    if rule.name not in AVERAGED:
+        problems.append(f"{what} protects means of differences; `{rule.name}` needs more. Use {', '.join(AVERAGED)}")
+    if rule.refuse_beyond is not None:
+        problems.append(f"`rule.refuse_beyond` compares single updates, which {what} hides: leave one of them out")
+    if secure is not None and rule.max_weight is not None:
+        problems.append(
+            "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
+        )
+    if privacy.kind != "none" and rule.by_samples:
+        problems.append(f"under {what} all clients count the same: set `rule.weights` to `uniform`")
+    elif secure is not None and rule.by_samples and secure.max_weight == 1:
+        problems.append(
+            "with `secure.max_weight` of 1 all clients count the same: set `rule.weights` to `uniform`, or raise it to "
+            "the most samples that a client counts"
+        )
+    if privacy.kind != "none" and rule.clip_norm is not None:
+        problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     return problems
 
 

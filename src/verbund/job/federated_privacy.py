@@ -99,8 +99,18 @@ class Secure(Section):
 def privacy_problems(privacy: Privacy, secure: Secure | None) -> list[str]:
     """What does not go together."""
     problems = []
+    if privacy.kind == "examples":
+        problems.append(
+            "the privacy `examples` is not available in jobs; a client of your own can call "
+            "verbund.exchange.federated.privacy.ExamplePrivacy"
+        )
     if privacy.kind == "distributed" and secure is None:
         problems.append("the privacy `distributed` needs secure aggregation: add `secure = {}`")
+    if privacy.sampling == "poisson" and secure is not None:
+        problems.append(
+            "`privacy.sampling` `poisson` draws cohorts of any size, and secure aggregation needs a least one, which "
+            "would tell who came: leave one of them out"
+        )
     if privacy.kind == "local" and secure is not None:
         problems.append("under the privacy `local` updates carry all their noise: use `distributed` with `secure`")
     if privacy.kind in ("central", "distributed") and secure is not None and secure.max_weight > 1:

@@ -7,12 +7,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """A list, also where a single text was given."""
     return [value] if isinstance(value, str) else value
 
 
 Positive = Annotated[int, Field(gt=0)]
-Names = Annotated[list[str], BeforeValidator(_listed)]
+Names = Annotated[list[str], BeforeValidator(listed)]
 
 
 class Section(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verbund.observe import membership, rounds, servers
+from verbund.observe import membership, privacy, rounds, servers
 from verbund.observe.compression import measure as measure_compression
 from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
@@ -62,8 +62,8 @@ def summarise(
     means over the workers that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline`
     is as `pipeline.measure` says, and None where there was none; so is `network` as `links.network` says.
     `memory_promise` says per worker which bytes of the model's state it held, and their share of what one process
-    alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers`, `membership` and
-    `rounds` as the modules of these names do.
+    alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers`, `membership`,
+    `rounds` and `privacy` as the modules of these names do.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -99,6 +99,7 @@ def summarise(
         "servers": servers.measure(journals),
         "membership": membership.measure(journals),
         "rounds": rounds.measure(journals),
+        "privacy": privacy.measure(journals),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),

@@ -115,24 +115,6 @@ def refuse_existing(directory: Path | str | None) -> None:
             )
 
 
-def refuse_unsimulated(job: Job) -> None:
-    """Refuses what a simulation of a federation does not do.
-
-    Raises:
-        InputError: naming it.
-    """
-    exchange = job.strategy.exchange
-    if not exchange.federated:
-        return
-    for key, there in (("secure", exchange.secure is not None), ("privacy", exchange.privacy.kind != "none")):
-        if there:
-            raise InputError(
-                "a simulation has all clients in one place, and hides nothing from anybody",
-                where=f"strategy.exchange.{key}",
-                fix=f"Leave `{key}` out here; it is for a server and clients of their own",
-            )
-
-
 def prepared_data(job: Job, notify: Notify, known: Path | None = None, *, training: bool = True) -> Prepared:
     """Converts the data once, and reports all that is wrong with task and columns together."""
     if training and job.observe.tensorboard:

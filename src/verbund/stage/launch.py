@@ -42,7 +42,6 @@ def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) 
     """
     before.refuse_existing(directory)
     elastic.check(job)
-    before.refuse_unsimulated(job)
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, before.notifier(quiet))
         facts = before.dry_run(cluster, cluster.settled(job), prepared)
@@ -81,7 +80,6 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
 def _resume(run: Run, job: Job, source: Path | None, state: dict[str, Any], warnings: list[str], quiet: bool) -> Run:
     notify = before.notifier(quiet)
     elastic.check(job)
-    before.refuse_unsimulated(job)
     with before.cluster_of(job) as cluster:
         prepared = before.prepared_data(job, notify, schema.kept(run.path))
         warnings += continuing.changes(run, job, state, prepared)

@@ -7,7 +7,7 @@ and `Replies` make requests of it that are done once, whatever is lost on the wa
 from verbund.comm.wire.bits import Bits
 from verbund.comm.wire.calls import Call, Calls
 from verbund.comm.wire.connection import Connection, Peer
-from verbund.comm.wire.credentials import Certificates, Credentials, Secret
+from verbund.comm.wire.credentials import Certificates, Credentials, Enrolled, Identity, Pinned, Secret
 from verbund.comm.wire.dialler import dial
 from verbund.comm.wire.failure import Closed, Deadline, Refused, WireError
 from verbund.comm.wire.frames import Array, Message, Payload, Place
@@ -25,11 +25,14 @@ __all__ = [
     "Connection",
     "Credentials",
     "Deadline",
+    "Enrolled",
+    "Identity",
     "Listener",
     "Memory",
     "Message",
     "Payload",
     "Peer",
+    "Pinned",
     "Place",
     "Refused",
     "Replies",

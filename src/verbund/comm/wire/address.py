@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verbund.comm.wire.credentials import Certificates, Credentials
+from verbund.comm.wire.credentials import Certificates, Credentials, Enrolled, Pinned
 from verbund.errors import InputError
 
 _LONGEST_PATH = 107
@@ -24,7 +24,7 @@ class Unix:
 
     def check_trusted(self, credentials: Credentials) -> None:
         """Raises InputError if others than this user can reach the socket and no credentials keep them out."""
-        if isinstance(credentials, Certificates):
+        if isinstance(credentials, Certificates | Pinned | Enrolled):
             fix = "Take a secret, or none in a private folder"
             raise InputError("certificates are for TCP", where=str(self), fix=fix)
         if credentials is not None:

@@ -1,6 +1,6 @@
-"""A certificate that a listener makes for itself: Ed25519 (RFC 8032) in X.509 (RFC 5280, RFC 8410).
+"""A certificate that a process makes for itself: Ed25519 (RFC 8032) in X.509 (RFC 5280, RFC 8410).
 
-The standard library speaks TLS but makes no keys and no certificates. What is computed here, once a listener, is the
+The standard library speaks TLS but makes no keys and no certificates. What is computed here, once a key, is the
 public key and one signature, which nobody relies on; TLS itself is OpenSSL's.
 """
 
@@ -21,11 +21,16 @@ Point = tuple[int, int, int, int]
 """x, y as X/Z, Y/Z, and T = XY/Z."""
 
 
-def create() -> tuple[str, bytes]:
-    """A new private key with a certificate for it, as PEM; and the certificate alone, as DER."""
+def create(common_name: str = "verbund") -> tuple[str, bytes]:
+    """A new private key with a certificate for it, as PEM; and the certificate alone, as DER.
+
+    Args:
+        common_name: of subject and issuer. OpenSSL finds issuers by it: certificates that one context trusts have each
+            their own.
+    """
     seed = secrets.token_bytes(32)
     algorithm = _der(0x30, _ED25519)
-    name = _der(0x30, _der(0x31, _der(0x30, _COMMON_NAME + _der(0x0C, b"verbund"))))
+    name = _der(0x30, _der(0x31, _der(0x30, _COMMON_NAME + _der(0x0C, common_name.encode()))))
     body = _der(
         0x30,
         _der(0xA0, _der(0x02, b"\2"))  # version 3

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import select
+import ssl
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verbund.comm.wire import certificate
 from verbund.errors import InputError
 
 SECRET_BYTES = 32
@@ -103,5 +107,83 @@ class Certificates:
     name: str | None = None
 
 
-Credentials = Secret | Certificates | None
+@dataclass(frozen=True)
+class Identity:
+    """An Ed25519 key with a certificate of its own, in one PEM file that only this user can read."""
+
+    path: Path
+
+    @staticmethod
+    def kept(path: Path) -> Identity:
+        """The one in a file; a new one is made if there is none.
+
+        Raises:
+            InputError: if it cannot be read or written, or others than this user may read it.
+        """
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pem, _ = certificate.create(f"verbund-{secrets.token_hex(16)}")
+                beside = path.with_name(f".{path.name}.{os.getpid()}")
+                descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with open(descriptor, "w", encoding="ascii") as file:
+                    file.write(pem)
+                    file.flush()
+                    os.fsync(descriptor)
+                os.replace(beside, path)
+            status = path.stat()
+        except OSError as error:
+            raise InputError(f"the identity cannot be used: {error.strerror}", where=str(path)) from None
+        if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+            fix = "`chmod 600` closes it; make a new one if others were there before"
+            raise InputError("others than this user may read the private key", where=str(path), fix=fix)
+        return Identity(path)
+
+    @property
+    def certificate(self) -> bytes:
+        """The certificate alone, as DER.
+
+        Raises:
+            InputError: if the file has none.
+        """
+        begin = "-----BEGIN CERTIFICATE-----"
+        try:
+            return ssl.PEM_cert_to_DER_cert(begin + self.path.read_text(encoding="ascii").partition(begin)[2])
+        except (OSError, ValueError) as error:
+            raise InputError(f"there is no certificate: {error}", where=str(self.path)) from None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, in hexadecimal digits."""
+        return hashlib.sha256(self.certificate).hexdigest()
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A dialler's: whose certificate the listener must show, and which one this end shows.
+
+    Args:
+        fingerprint: SHA-256 of the listener's certificate, in hexadecimal digits.
+        identity: None before the listener knows it.
+    """
+
+    fingerprint: str
+    identity: Identity | None = None
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """A listener's: its own identity, and whom it knows.
+
+    Args:
+        identity: what it shows.
+        known: the certificates that it takes, as DER, each with its owner's name; asked at every handshake. Who shows
+            none is let in without a name; whoever listens decides what that is good for.
+    """
+
+    identity: Identity
+    known: Callable[[], Mapping[bytes, str]]
+
+
+Credentials = Secret | Certificates | Pinned | Enrolled | None
 """None: whoever can reach the socket is trusted, which only a Unix socket in a private folder and loopback allow."""

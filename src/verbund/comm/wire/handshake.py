@@ -5,8 +5,9 @@ many under way in one thread, and none can keep it waiting.
 
 With a secret, 32 random bytes go each way, and then HMAC-SHA256 of role, TLS certificate and both of them, the
 listener's first. The certificate is the listener's own and no authority has signed it; but who stands in between has to
-show another one, and then the proofs do not match. Under mutual TLS the certificates are the proof. Either way the
-listener's last word says that it has accepted, so that the dialler need not find out at its first message.
+show another one, and then the proofs do not match. Under mutual TLS the certificates are the proof, signed by an
+authority or known one by one. Either way the listener's last word says that it has accepted, so that the dialler need
+not find out at its first message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from verbund.comm.wire import tls
-from verbund.comm.wire.credentials import Certificates, Secret
+from verbund.comm.wire.credentials import Certificates, Enrolled, Pinned, Secret
 from verbund.comm.wire.failure import Closed, Refused, WireError
 from verbund.comm.wire.stream import Plain, Stream
 
@@ -42,21 +43,29 @@ Steps = Generator[int, None, T]
 class Trust:
     """What one end goes by: its credentials, and how it speaks TLS, if it does."""
 
-    credentials: Secret | Certificates
+    credentials: Secret | Certificates | Pinned | Enrolled
     context: ssl.SSLContext | None = None
     fingerprint: bytes = _NO_CERTIFICATE
     """SHA-256 of the certificate that a listener has made for itself."""
 
     @staticmethod
-    def of_listener(credentials: Secret | Certificates, encrypted: bool) -> Trust:
+    def of_listener(credentials: Secret | Certificates | Pinned | Enrolled, encrypted: bool) -> Trust:
         if isinstance(credentials, Certificates):
             return Trust(credentials, tls.mutual(credentials, server=True))
+        if isinstance(credentials, Enrolled):
+            return Trust(credentials, tls.enrolled(credentials))
+        if isinstance(credentials, Pinned):
+            raise TypeError("who listens dials nobody whose certificate it could compare")
         return Trust(credentials, *tls.own_server()) if encrypted else Trust(credentials)
 
     @staticmethod
-    def of_dialler(credentials: Secret | Certificates, encrypted: bool) -> Trust:
+    def of_dialler(credentials: Secret | Certificates | Pinned | Enrolled, encrypted: bool) -> Trust:
         if isinstance(credentials, Certificates):
             return Trust(credentials, tls.mutual(credentials, server=False))
+        if isinstance(credentials, Pinned):
+            return Trust(credentials, tls.pinned(credentials))
+        if isinstance(credentials, Enrolled):
+            raise TypeError("who dials lets nobody in")
         return Trust(credentials, tls.any_client() if encrypted else None)
 
 
@@ -72,7 +81,9 @@ def answer(sock: socket.socket, trust: Trust) -> Steps[tuple[Stream, tuple[str, 
     stream: Stream = Plain(sock)
     try:
         if trust.context is not None:
-            stream = yield from _encrypt(trust.context.wrap_socket(sock, True, do_handshake_on_connect=False))
+            # Who has been enrolled since is known to a new context alone.
+            context = tls.enrolled(trust.credentials) if isinstance(trust.credentials, Enrolled) else trust.context
+            stream = yield from _encrypt(context.wrap_socket(sock, True, do_handshake_on_connect=False))
         if isinstance(trust.credentials, Secret):
             greeting = yield from _take(stream, len(_GREETING) + _NONCE)
             if not greeting.startswith(_GREETING):
@@ -82,8 +93,9 @@ def answer(sock: socket.socket, trust: Trust) -> Steps[tuple[Stream, tuple[str, 
             yield from _give(stream, nonces[_NONCE:] + own)
             if not hmac.compare_digest((yield from _take(stream, _PROOF)), expected):
                 raise Refused("the peer does not know the secret")
+        names = _names(stream, trust)
         yield from _give(stream, _ACCEPTED)
-        return stream, _names(stream)
+        return stream, names
     except BaseException:
         stream.sock.close()
         raise
@@ -97,6 +109,11 @@ def ask(sock: socket.socket, trust: Trust, host: str) -> Steps[tuple[Stream, tup
             name = trust.credentials.name or host if isinstance(trust.credentials, Certificates) else None
             wrapped = trust.context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
             stream = yield from _encrypt(wrapped)
+            if (
+                isinstance(trust.credentials, Pinned)
+                and tls.fingerprint(wrapped).hex() != trust.credentials.fingerprint
+            ):
+                raise Refused("the peer's certificate is not the one that was pinned")
         if isinstance(trust.credentials, Secret):
             nonce = secrets.token_bytes(_NONCE)
             yield from _give(stream, _GREETING + nonce)
@@ -109,7 +126,7 @@ def ask(sock: socket.socket, trust: Trust, host: str) -> Steps[tuple[Stream, tup
             yield from _give(stream, own)
         if (yield from _take(stream, len(_ACCEPTED))) != _ACCEPTED:
             raise Refused("the peer does not speak this protocol")
-        return stream, _names(stream)
+        return stream, _names(stream, trust)
     except BaseException:
         stream.sock.close()
         raise
@@ -135,8 +152,17 @@ def _encrypt(sock: ssl.SSLSocket) -> Steps[Stream]:
         raise
 
 
-def _names(stream: Stream) -> tuple[str, ...]:
-    return tls.names(stream.sock) if isinstance(stream.sock, ssl.SSLSocket) else ()
+def _names(stream: Stream, trust: Trust) -> tuple[str, ...]:
+    if not isinstance(stream.sock, ssl.SSLSocket):
+        return ()
+    if not isinstance(trust.credentials, Enrolled):
+        return tls.names(stream.sock)
+    shown = stream.sock.getpeercert(binary_form=True)
+    if shown is None:
+        return ()
+    if (name := trust.credentials.known().get(shown)) is None:
+        raise Refused("the peer's certificate is not enrolled")
+    return (name,)
 
 
 def _take(stream: Stream, size: int) -> Steps[bytes]:

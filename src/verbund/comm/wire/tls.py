@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbund.comm.wire import certificate
-from verbund.comm.wire.credentials import Certificates
+from verbund.comm.wire.credentials import Certificates, Enrolled, Pinned
 from verbund.errors import InputError
 
 
@@ -97,6 +97,39 @@ def mutual(credentials: Certificates, server: bool) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         raise _unusable("the certificate with its private key", credentials.certificate, error) from None
     return context
+
+
+def enrolled(credentials: Enrolled) -> ssl.SSLContext:
+    """A listener's context that takes clients without a certificate, and of certificates those that are known now.
+
+    Raises:
+        InputError: if its own identity cannot be used.
+    """
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_OPTIONAL
+    if known := credentials.known():
+        context.load_verify_locations(cadata=b"".join(known))
+    _show(context, credentials.identity.path)
+    return context
+
+
+def pinned(credentials: Pinned) -> ssl.SSLContext:
+    """A dialler's context that shows its identity, if it has one; the listener's fingerprint is compared afterwards.
+
+    Raises:
+        InputError: if the identity cannot be used.
+    """
+    context = any_client()
+    if credentials.identity is not None:
+        _show(context, credentials.identity.path)
+    return context
+
+
+def _show(context: ssl.SSLContext, path: Path) -> None:
+    try:
+        context.load_cert_chain(path, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise _unusable("the identity", path, error) from None
 
 
 def _context(protocol: int) -> ssl.SSLContext:

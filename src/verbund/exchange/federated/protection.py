@@ -1,7 +1,7 @@
 """What becomes of a round's contributions where there is privacy or secure aggregation, whoever plays the round.
 
-A simulation adds up the same integers modulo the same power of two as the protocol, without masks, which cancel out: its
-numbers are those of the protocol bit for bit. Its noise is a function of the job's seed.
+A simulation adds up the same integers modulo the same power of two as the protocol, without masks, which cancel out:
+its numbers are those of the protocol bit for bit. Its noise is a function of the job's seed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verbund.errors import InputError
 from verbund.exchange.federated.privacy import Accountant, CentralPrivacy, DistributedPrivacy, LocalPrivacy
+from verbund.exchange.federated.privacy.accountant import noise_for
 from verbund.exchange.federated.rule import Sums
 from verbund.exchange.federated.secure.fixed_point import FixedPoint, as_integers, as_words
 from verbund.exchange.federated.secure.layout import Layout
@@ -42,6 +43,7 @@ class Protection:
         self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]], clients: int, seed: int | None
     ) -> None:
         self.privacy, self.secure = exchange.privacy, exchange.secure
+        self._by_samples = exchange.rule.by_samples and exchange.privacy.kind == "none"
         self._seed, self._cohort = seed, exchange.cohort_size(clients)
         self.rate = self._cohort / clients if self.privacy.sampling == "poisson" else None
         """The probability with which each client joins a round, under Poisson sampling."""
@@ -67,6 +69,11 @@ class Protection:
         """Whether there is any."""
         return self.secure is not None or self.privacy.kind != "none"
 
+    def weight(self, weight: float) -> int:
+        """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
+        assert self.secure is not None
+        return min(max(round(weight), 1), self.secure.max_weight) if self._by_samples else 1
+
     def affords(self, cohort: Sequence[int]) -> bool:
         """Whether a round of these clients stays within the budget."""
         if self.accountant is None:
@@ -74,6 +81,22 @@ class Protection:
         if self.local is not None:
             return not self._most(cohort) or self.accountant.affords(self.local.event)
         return self.accountant.affords(self._event(len(cohort)))
+
+    def outlook(self, rounds: int) -> str | None:
+        """What to expect of the budget, a sentence; None if it is enough for so many more rounds."""
+        if self.accountant is None or self.accountant.budget is None:
+            return None
+        event = self.local.event if self.local is not None else self._event(self._cohort)
+        enough = self.accountant.left(event, rounds)
+        if enough == rounds:
+            return None
+        who = " of one client" if self.local is not None else ""
+        text = f"The privacy budget of {self.accountant.budget:g} is enough for {enough} of {rounds} rounds{who}"
+        if self.accountant.releases:
+            return text
+        factor = 2.0 if self.local is not None else 1.0  # see its event
+        needed = factor * noise_for(self.accountant.budget, self.accountant.delta, rounds, self.rate)
+        return f"{text}; `privacy.noise` of about {needed:.2g} would be enough for all"
 
     def begin(self, number: int, cohort: Sequence[int]) -> ProtectedSums:
         """The sums of a round, whose cost is spent herewith.
@@ -99,16 +122,19 @@ class Protection:
             "times": {str(client): times for client, times in self._times.items()},
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave.
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Takes up what `state` gave; None: there was no protection.
 
         Raises:
             InputError: if it is of another kind of privacy, so that what was spent cannot be counted on.
         """
-        if state["kind"] != self.privacy.kind:
+        before = state["kind"] if state is not None else "none"
+        if state is None or before != self.privacy.kind:
+            if self.privacy.kind == "none":
+                return
             raise InputError(
-                f"the run had the privacy `{state['kind']}` and now has `{self.privacy.kind}`: what it has spent would not "
-                "be told",
+                f"the run had the privacy `{before}` and now has `{self.privacy.kind}`: what it has spent would "
+                "not be told",
                 where="strategy.exchange.privacy.kind",
                 fix="Leave it as it was, or begin anew",
             )
@@ -181,7 +207,7 @@ class ProtectedSums:
             self._unclipped += inside
         self._present += 1
         if self._round is None:
-            self._plain.add(contribution, 1.0 if protection.central is not None else weight)
+            self._plain.add(contribution, 1.0)  # under privacy all count the same
             return
         counted = protection.weight(weight)
         vector = protection.layout.join(contribution)

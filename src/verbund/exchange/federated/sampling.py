@@ -13,6 +13,13 @@ _SALT, _ONE = 0xC0407, 0x0E5
 _BLOCK = 64
 
 
+def joined(seed: int, round_: int, clients: int, rate: float) -> list[int]:
+    """Poisson sampling: those of the clients 0 … clients − 1 that join, each with probability `rate` by a draw of its
+    own; it may be none."""
+    draws = np.random.Generator(np.random.Philox(key=key(seed, _SALT, round_))).random(clients)
+    return [int(client) for client in np.flatnonzero(draws < rate)]
+
+
 def sampled(seed: int, round_: int, clients: int, size: int) -> list[int]:
     """`size` of the clients 0 … clients − 1, in ascending order, without replacement, all equally likely."""
     places = Permutation(clients, key(seed, _SALT, round_))(np.arange(size))

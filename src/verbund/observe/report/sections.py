@@ -33,6 +33,7 @@ _ENDED = {
     "epochs": "ended by its number of epochs",
     "seconds": "ended by its time",
     "target": "ended because the target was reached",
+    "budget": "ended because the next round would have exceeded the privacy budget",
     "patience": "ended because the metric no longer improved",
     "interrupt": "stopped from outside",
 }

@@ -78,7 +78,7 @@ class AsynchronousRounds(Rounds):
             start.trained = _own(result)
         brought = [start.trained for start in arrived if start.trained is not None]
         staleness = [server.rule.staleness(update) for update, _ in brought]
-        played = self.step([start.client for start in arrived], iter([(brought, largest)]))
+        played = self.step(number, [start.client for start in arrived], iter([(brought, largest)]))
         played.staleness = staleness
         return played
 

@@ -14,7 +14,7 @@ from verbund.comm.collectives import Group
 from verbund.errors import RunFailed
 from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.rule import SumRule, Sums
-from verbund.exchange.federated.sampling import sampled
+from verbund.exchange.federated.sampling import joined, sampled
 from verbund.exchange.federated.screening import Refused, norm
 from verbund.exchange.federated.update import Update
 from verbund.job import Job
@@ -111,6 +111,18 @@ class Rounds:
     def _begin(self) -> None:
         """What a kind of rounds has to keep."""
 
+    def cohort(self, number: int) -> list[int]:
+        """The clients of a round: a function of the seed."""
+        protection, clients = self._server.protection, self._parts.clients
+        if protection is not None and protection.rate is not None:
+            return joined(self._seed, number, clients, protection.rate)
+        return sampled(self._seed, number, clients, self._size)
+
+    def affordable(self, number: int) -> bool:
+        """Whether the privacy budget, if there is one, is enough for a round."""
+        protection = self._server.protection
+        return protection is None or protection.affords(self.cohort(number))
+
     def play(self, number: int, flag: float) -> Round:
         """All clients of a cohort train, and the server takes its step.
 
@@ -121,10 +133,10 @@ class Rounds:
         Raises:
             RunFailed: if no update could be used.
         """
-        cohort = sampled(self._seed, number, self._parts.clients, self._size)
+        cohort = self.cohort(number)
         told = dict(self._server.rule.told())
         assignments = [Assignment(client, number, number, self._server.parameters, told) for client in cohort]
-        return self.step(cohort, self._trained(assignments, flag))
+        return self.step(number, cohort, self._trained(assignments, flag))
 
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors."""
@@ -152,10 +164,11 @@ class Rounds:
             mine = chunk[len(chunk) * rank // world : len(chunk) * (rank + 1) // world]
             yield gather(list(self._clients.train(mine, self._server.memories)), flag, self._group)
 
-    def step(self, cohort: list[int], chunks: Iterator[tuple[list[Trained], float]]) -> Round:
+    def step(self, number: int, cohort: list[int], chunks: Iterator[tuple[list[Trained], float]]) -> Round:
         """The server's step with what clients have trained.
 
         Args:
+            number: of the round.
             cohort: the clients, in order.
             chunks: their updates in that order, with the workers' largest flag.
 
@@ -165,6 +178,7 @@ class Rounds:
         server, round_ = self._server, Round(cohort)
         rule, screening = server.rule, server.screening
         summed = Sums() if isinstance(rule, SumRule) and not screening.compares else None
+        protected = server.protection.begin(number, cohort) if server.protection is not None else None
         accepted: list[Update] = []
         kept, place = {}, 0
         for trained, flag in chunks:
@@ -179,7 +193,10 @@ class Rounds:
                     continue
                 self._count(round_, update, usable, length)
                 kept[client] = memory
-                if summed is not None:
+                if protected is not None:
+                    assert isinstance(rule, SumRule)
+                    protected.add(client, rule.contribution(usable), usable.weight)
+                elif summed is not None:
                     assert isinstance(rule, SumRule)
                     summed.add(rule.contribution(usable), usable.weight)
                 else:
@@ -189,7 +206,7 @@ class Rounds:
             round_.refused[used[where]] = reason
             kept.pop(used[where])
         accepted = [u for client, u in zip(used, accepted, strict=False) if client not in round_.refused]
-        if len(round_.refused) == len(cohort):
+        if cohort and len(round_.refused) == len(cohort):
             client, reason = next(iter(round_.refused.items()))
             raise RunFailed(
                 f"no update of {len(cohort)} could be used; that of client {client}: {reason}",
@@ -197,6 +214,8 @@ class Rounds:
                 fix="Lower `train.optimizer.lr`, add `train.clip_norm`, or widen `refuse_beyond`",
             )
         before = server.parameters
+        if protected is not None:
+            summed = protected.close()
         if summed is not None:
             assert isinstance(rule, SumRule)
             server.parameters = rule.apply(before, summed)
@@ -205,7 +224,8 @@ class Rounds:
             server.parameters = rule.step(before, accepted)
             mean = {name: server.parameters[name] - before[name] for name in before}
         server.memories.update({client: memory for client, memory in kept.items() if memory})
-        typical = sum(w * n for w, n in zip(round_.weights, round_.norms, strict=True)) / sum(round_.weights)
+        shared = sum(w * n for w, n in zip(round_.weights, round_.norms, strict=True))
+        typical = shared / sum(round_.weights) if round_.weights else 0.0
         round_.agreement = min(norm(mean) / typical, 1.0) if typical else None
         return round_
 

@@ -139,8 +139,12 @@ class _Simulation:
         if reason is not None and self.rank == 0:
             done = f"Nothing to do: the run has had its {reason} ({self.step} rounds)"
             self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
+        self._look_ahead(reason)
         while reason is None:
             number = self.step
+            if not self.rounds.affordable(number):
+                reason = "budget"
+                break
             self.worker.doing("training clients", number)
             start = time.monotonic_ns()
             played = self.rounds.play(number, self._flag())
@@ -170,6 +174,14 @@ class _Simulation:
         if train.steps is not None and self.step >= train.steps:
             return "steps"
         return "epochs" if train.epochs is not None and self.step >= train.epochs * self.per_epoch else None
+
+    def _look_ahead(self, reason: str | None) -> None:
+        """Says before the first round if the privacy budget will end the training."""
+        train, protection = self.job.train, self.server.protection
+        ends = [train.steps, train.epochs * self.per_epoch if train.epochs is not None else None]
+        rounds = min((end for end in ends if end is not None), default=self.step) - self.step
+        if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
+            self.worker.send("note", text=text)
 
     def _flag(self) -> float:
         late = self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
@@ -256,6 +268,7 @@ class _Simulation:
             self._validate()
         if self.saver.last != self.step:
             self._save()
+        self._tell()
         self._write()
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
@@ -263,6 +276,14 @@ class _Simulation:
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
         if self.rank == 0 and self.step > self._first:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+
+    def _tell(self) -> None:
+        """What privacy was spent, for the report."""
+        protection = self.server.protection
+        if self.rank == 0 and protection is not None and protection.accountant is not None:
+            spent = protection.accountant.summary()
+            self.journal.event("privacy", **spent)
+            self.worker.send("note", text=f"Privacy: {spent['statement']}")
 
 
 def _reason(flag: float) -> str | None:

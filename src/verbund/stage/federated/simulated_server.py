@@ -11,6 +11,7 @@ from torch import Tensor
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.exchange.federated.client_side import Memory
+from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Screening
 from verbund.job import Job
@@ -33,6 +34,11 @@ class SimulatedServer:
         self.parameters: dict[str, Tensor] = local.shared()
         self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
+        exchange = job.strategy.exchange
+        self.protection: Protection | None = None
+        if exchange.privacy.kind != "none" or exchange.secure is not None:
+            shapes = {name: tuple(values.shape) for name, values in self.parameters.items()}
+            self.protection = Protection(exchange, shapes, clients, job.seed)
         self.memories: dict[int, Memory] = {}
 
     def show(self) -> None:
@@ -42,7 +48,8 @@ class SimulatedServer:
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors."""
         exchange = self._job.strategy.exchange
-        return {"name": exchange.name, "rule": exchange.rule.name}
+        protection = self.protection.state() if self.protection is not None else None
+        return {"name": exchange.name, "rule": exchange.rule.name, "protection": protection}
 
     def pieces(self) -> Iterator[Piece]:
         """What only this exchange knows, for a checkpoint."""
@@ -62,6 +69,8 @@ class SimulatedServer:
         record = checkpoint.state.get("exchange")
         if not record or record["name"] != self._job.strategy.exchange.name:
             return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
+        if self.protection is not None:
+            self.protection.load(record.get("protection"))
         rule = self._job.strategy.exchange.rule.name
         if record["rule"] != rule:
             return [f"The rule was `{record['rule']}`: its state, and what clients kept, was dropped"]

@@ -9,6 +9,7 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from verbund.exchange.federated.privacy import Accountant, BudgetSpent, Event
+from verbund.exchange.federated.privacy.accountant import noise_for
 
 
 def gaussian_epsilon(noise: float, delta: float) -> float:
@@ -68,6 +69,25 @@ def test_the_budget_stops_before_it_is_exceeded() -> None:
     beyond = Accountant(1e-5)
     beyond.spend(event, done + 1)
     assert beyond.spent().epsilon > 3.0, "one more would have been too much"
+
+
+def test_noise_that_is_enough_is_enough_and_not_much_more() -> None:
+    for rate in (None, 0.05):
+        noise = noise_for(3.0, 1e-5, 200, rate)
+        for factor, enough in ((1.0, True), (0.98, False)):
+            accountant = Accountant(1e-5)
+            accountant.spend(Event(noise=noise * factor, rate=rate), 200)
+            assert (accountant.spent().rdp <= 3.0) == enough
+
+
+def test_how_many_releases_are_left() -> None:
+    accountant = Accountant(1e-5, budget=3.0)
+    event = Event(noise=2.0)
+    left = accountant.left(event, 50)
+    accountant.spend(event, left)
+    assert 0 < left < 50
+    assert accountant.left(event, 50) == 0
+    assert Accountant(1e-5).left(event, 50) == 50
 
 
 def test_what_was_spent_survives() -> None:

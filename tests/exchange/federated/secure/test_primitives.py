@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
-import stat
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +12,12 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verbund.comm.wire.certificate import create
 from verbund.errors import InputError
 from verbund.exchange.federated.keystream import Keystream
 from verbund.exchange.federated.secure import FixedPoint, Identity, Layout, keys, shamir
 from verbund.exchange.federated.secure.fixed_point import as_integers, as_words
-from verbund.exchange.federated.secure.identity import signed
+from verbund.exchange.federated.secure.identity import pinned, signed
 from verbund.exchange.federated.secure.neighbourhood import neighbourhood
 from verbund.exchange.federated.secure.shamir import PRIME
 
@@ -120,25 +119,21 @@ def test_fewer_shares_tell_nothing() -> None:
         assert chisquare(np.bincount(point, minlength=256)).pvalue > 1e-7
 
 
-def test_an_identity_signs_and_is_kept(tmp_path: Path) -> None:
-    identity = Identity.create()
-    identity.save(tmp_path / "key")
-    assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
-    again = Identity.read(tmp_path / "key")
-    signature = again.sign("keys", bytes(32), b"said")
+def test_an_identity_signs_what_is_said_and_nothing_else() -> None:
+    """It is the key of the certificate by which a client connects."""
+    pem, certificate = create()
+    identity = Identity.of(pem)
+    assert pinned(certificate) == identity.public
+    signature = identity.sign("keys", bytes(32), b"said")
     assert signed(identity.public, signature, "keys", bytes(32), b"said")
     assert not signed(identity.public, signature, "survivors", bytes(32), b"said")
     assert not signed(identity.public, signature, "keys", bytes([1] * 32), b"said")
+    assert not signed(identity.public, signature, "keys", bytes(32), b"something else")
     assert not signed(Identity.create().public, signature, "keys", bytes(32), b"said")
-    with pytest.raises(InputError, match="File exists"):
-        identity.save(tmp_path / "key")
-    (tmp_path / "key").chmod(0o644)
-    with pytest.raises(InputError, match="chmod 600"):
-        Identity.read(tmp_path / "key")
-    (tmp_path / "short").write_bytes(b"x")
-    (tmp_path / "short").chmod(0o600)
-    with pytest.raises(InputError, match="has 32 bytes, this file 1"):
-        Identity.read(tmp_path / "short")
+    with pytest.raises(InputError, match="no private key"):
+        Identity.of("nothing")
+    with pytest.raises(InputError, match="no certificate"):
+        pinned(b"nothing")
 
 
 def test_ed25519() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from verbund.errors import InputError, RunFailed
@@ -57,12 +58,10 @@ class Accountant:
     def __init__(
         self, delta: float, budget: float | None = None, protects: str = "whether one client takes part"
     ) -> None:
-        try:
-            import dp_accounting  # noqa: F401
-        except ImportError:
+        if find_spec("dp_accounting") is None:  # imported when ε is asked for: that takes a second
             raise InputError(
                 "differential privacy needs the package dp-accounting", fix="pip install 'verbund[federated]'"
-            ) from None
+            )
         self.delta, self.budget, self.protects = delta, budget, protects
         self._events: Counter[Event] = Counter()
 
@@ -95,6 +94,14 @@ class Accountant:
             return True  # the cheap bound is enough
         by_losses = _pld(_sorted(after), self.delta)
         return by_losses is not None and by_losses <= self.budget
+
+    def left(self, event: Event, most: int) -> int:
+        """How many more releases of one kind the budget is enough for, up to `most`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.affords(event, middle) else (low, middle - 1)
+        return low
 
     def spent(self) -> Spent:
         """What all releases cost so far."""
@@ -145,6 +152,18 @@ class Accountant:
         self._events = Counter()
         for item in state:
             self._events[Event(**item["event"])] += item["count"]
+
+
+def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound."""
+    low, high = 0.0, 1.0
+    while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
+        low, high = high, high * 2.0
+    while high - low > 0.005 * high:
+        middle = (low + high) / 2.0
+        enough = _rdp(((Event(noise=middle, rate=rate), releases),), delta) <= epsilon
+        low, high = (low, middle) if enough else (middle, high)
+    return high
 
 
 def _sorted(events: Counter[Event]) -> tuple[tuple[Event, int], ...]:

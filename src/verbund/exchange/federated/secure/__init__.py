@@ -9,7 +9,7 @@ take and give messages; who carries these is not their business.
 from verbund.exchange.federated.secure.client import Client
 from verbund.exchange.federated.secure.failure import ClientCheated, ServerCheated, TooFewClients
 from verbund.exchange.federated.secure.fixed_point import FixedPoint, as_words
-from verbund.exchange.federated.secure.identity import Identity
+from verbund.exchange.federated.secure.identity import Identity, pinned
 from verbund.exchange.federated.secure.layout import Layout
 from verbund.exchange.federated.secure.masks import Masks, whole
 from verbund.exchange.federated.secure.messages import Sent
@@ -31,5 +31,6 @@ __all__ = [
     "Terms",
     "TooFewClients",
     "as_words",
+    "pinned",
     "whole",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import load_der_x509_certificate
 
 from verbund.errors import InputError
 
@@ -30,35 +31,19 @@ class Identity:
         return Identity(os.urandom(32))
 
     @staticmethod
-    def read(path: Path) -> Identity:
-        """The one that `save` wrote.
+    def of(pem: str) -> Identity:
+        """The key with which a client also proves to be itself when it connects, from its PEM file.
 
         Raises:
-            InputError: if there is none, or others may read it.
+            InputError: if there is no Ed25519 key in it.
         """
         try:
-            mode = path.stat().st_mode
-            seed = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"the identity cannot be read: {error.strerror}", where=str(path)) from None
-        if mode & 0o077:
-            raise InputError("others may read this private key", where=str(path), fix=f"chmod 600 {path}")
-        if len(seed) != 32:
-            raise InputError(f"an identity has 32 bytes, this file {len(seed)}", where=str(path))
-        return Identity(seed)
-
-    def save(self, path: Path) -> None:
-        """Writes the key to a new file that its owner alone can read.
-
-        Raises:
-            InputError: if it cannot be written, or is there already.
-        """
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise InputError(f"the identity cannot be written: {error.strerror}", where=str(path)) from None
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(self._key.private_bytes_raw())
+            key = load_pem_private_key(pem.encode(), None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise InputError(f"there is no private key: {error}", where="identity") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise InputError("the private key is not of Ed25519", where="identity")
+        return Identity(key.private_bytes_raw())
 
     @property
     def public(self) -> bytes:
@@ -74,6 +59,21 @@ class Identity:
             said: the statement.
         """
         return self._key.sign(_statement(kind, context, said))
+
+
+def pinned(certificate: bytes) -> bytes:
+    """The public key of a client's certificate (DER), as it was pinned at its enrolment.
+
+    Raises:
+        InputError: if it has none of Ed25519.
+    """
+    try:
+        key = load_der_x509_certificate(certificate).public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise InputError(f"this is no certificate: {error}", where="identity") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise InputError("the certificate's key is not of Ed25519", where="identity")
+    return key.public_bytes_raw()
 
 
 def signed(public: bytes, signature: bytes, kind: str, context: bytes, said: bytes) -> bool:

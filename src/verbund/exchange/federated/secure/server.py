@@ -53,7 +53,7 @@ class Sum:
 
     def mean(self, fixed: FixedPoint) -> NDArray[np.float64]:
         """The weighted mean of the survivors' vectors."""
-        return self.integers.astype(np.float64) * (fixed.step / self.weight)
+        return self.total(fixed) / self.weight
 
     def total(self, fixed: FixedPoint) -> NDArray[np.float64]:
         """Their weighted sum."""

@@ -1,0 +1,1 @@
+"""Groups of commands, and the options that commands share."""

@@ -1,0 +1,209 @@
+"""The group `verbund federate`: parse, call, answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verbund.answer import Answer
+from verbund.comm.wire import Certificates, Pinned
+from verbund.commands.options import AsJson, Debug, JobFile, Quiet, Settings, Workers, changes_of
+from verbund.errors import InputError
+from verbund.job import Job
+
+app = typer.Typer(
+    name="federate",
+    help="Train one model at several owners; no data leaves its owner.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Federation = Annotated[
+    Path,
+    typer.Option("--federation", metavar="DIR", help="The server's identity and those of its clients."),
+]
+Authority = Annotated[
+    Path | None,
+    typer.Option("--authority", metavar="FILE", help="In place of enrolment: who signs all certificates (PEM)."),
+]
+Certificate = Annotated[
+    Path | None, typer.Option("--certificate", metavar="FILE", help="With --authority: the own one.")
+]
+Key = Annotated[Path | None, typer.Option("--key", metavar="FILE", help="With --authority: its private key.")]
+
+
+@app.command(
+    epilog="Example: `verbund federate server job.toml --listen 0.0.0.0:4711 --run runs/federated`; the same command "
+    "goes on after it was stopped or killed."
+)
+def server(
+    job: JobFile,
+    listen: Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Where clients reach it.")],
+    settings: Settings = None,
+    federation: Federation = Path("federation"),
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="The run's directory; one that was begun is gone on with."),
+    ] = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Hold a job's rounds with clients that dial in."""
+    from verbund.stage.federated.serve import serve
+
+    whole = Job.read(job, changes_of(settings, None, None, None))
+    done = serve(whole, listen, federation, _certificates(authority, certificate, key), run, quiet=quiet)
+    return Answer(done.summary, done.headline())
+
+
+@app.command(
+    epilog="Example: `verbund federate client --server 10.0.0.1:4711 --data patients.parquet --policy policy.toml "
+    "--token token.txt`; the same command, then without a token, goes on after it was stopped or killed."
+)
+def client(
+    address: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="The server to dial.")],
+    data: Annotated[str, typer.Option("--data", metavar="SOURCE", help="The own samples; they stay here.")],
+    policy: Annotated[
+        Path | None, typer.Option("--policy", metavar="FILE", help="What is permitted; without it no task is.")
+    ] = None,
+    home: Annotated[
+        Path, typer.Option("--home", metavar="DIR", help="The client's identity, and what is under way.")
+    ] = Path("federated-client"),
+    token: Annotated[
+        Path | None,
+        typer.Option("--token", metavar="FILE", help="Enrolment token, the first time; - reads standard input."),
+    ] = None,
+    workers: Workers = None,
+    patience: Annotated[
+        float, typer.Option("--patience", metavar="SECONDS", help="How long to try to reach the server.")
+    ] = 600.0,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Take part in a server's rounds with data that stay here."""
+    from verbund.exchange.federated.enrolment import Token
+    from verbund.exchange.federated.policy import Policy
+    from verbund.stage.federated.client import take_part
+    from verbund.stage.federated.home import Home
+    from verbund.stage.federated.line import Line, enrol
+
+    permitted = Policy.read(policy)
+    place = Home(home)
+    credentials: Certificates | Pinned | None = _certificates(authority, certificate, key)
+    if credentials is None:
+        known = place.pinned()
+        if token is not None and known is None:
+            text = sys.stdin.read(4096) if str(token) == "-" else _read(token)
+            enrol(address, Token.parse(text, "--token"), place, patience)
+            known = place.pinned()
+        if known is None:
+            fix = "Give the token that `verbund federate enroll` at the server has written: `--token FILE`"
+            raise InputError("this client is not enrolled anywhere yet", where=str(home), fix=fix)
+        credentials = Pinned(known[0], place.identity)
+    line = Line(address, credentials, patience)
+    try:
+        taken = take_part(line, place, data, permitted, workers or 1, quiet=quiet)
+    finally:
+        line.close()
+    told = {"status": "done", "rounds": taken.rounds, "model": str(taken.model) if taken.model else None}
+    lines = [f"done: updates counted in {taken.rounds} rounds"]
+    return Answer({**told, "home": str(taken.home)}, [*lines, *([f"model: {taken.model}"] if taken.model else [])])
+
+
+@app.command(epilog="Example: `verbund federate enroll --name north --label region=north --out north.token`")
+def enroll(
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Of the client.")],
+    federation: Federation = Path("federation"),
+    label: Annotated[
+        list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="What rounds select by; may be repeated.")
+    ] = None,
+    hours: Annotated[float, typer.Option("--hours", metavar="N", help="How long the token is good.")] = 72.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="A new file for the token; default: print it.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Forget the client instead.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Make a one-time token by which a client becomes known under a name."""
+    from verbund.exchange.federated.enrolment import Enrolment
+
+    folder = Enrolment(federation)
+    if remove:
+        folder.remove(name)
+        return Answer({"status": "done", "removed": name}, [f"{name} is known no more"])
+    labels = dict(_label(text) for text in label or [])
+    token = str(folder.invite(name, labels, hours * 3600.0))
+    if out is None:
+        return Answer({"status": "done", "name": name, "token": token}, [token], [token])
+    _write(out, token)
+    return Answer({"status": "done", "name": name, "file": str(out)}, [f"{out}: give it to {name}, and to nobody else"])
+
+
+@app.command(
+    epilog="Example: `verbund federate audit runs/federated/federated/audit.jsonl --told federated-client/audit.jsonl`"
+)
+def audit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An audit log.")],
+    told: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--told", metavar="FILE", help="A client's log: FILE must have what it was told; may be repeated."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Check that nothing in an audit log was changed, left out or put in."""
+    from verbund.exchange.federated.audit import heads_told, verify
+
+    head = verify(file)
+    heads = [noted for path in told or [] for noted in heads_told(path, head.log)]
+    verify(file, heads)
+    against = f", and the {len(heads)} heads that clients were told" if told else ""
+    line = f"{file}: {head.count} lines, each follows on the one before{against}; head {head.hash}"
+    return Answer({"status": "done", "lines": head.count, "head": head.hash, "heads": len(heads)}, [line])
+
+
+def _certificates(authority: Path | None, certificate: Path | None, key: Path | None) -> Certificates | None:
+    if authority is None and certificate is None and key is None:
+        return None
+    if authority is None or certificate is None or key is None:
+        raise InputError("--authority, --certificate and --key go together", where="arguments", fix="Give all three")
+    return Certificates(authority, certificate, key)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise InputError(f"`{text}` is no label", where="--label", fix="A label is KEY=VALUE, such as region=north")
+    return key, value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", where=str(path)) from None
+
+
+def _write(path: Path, token: str) -> None:
+    try:
+        with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None

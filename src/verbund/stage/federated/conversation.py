@@ -1,0 +1,189 @@
+"""A client's side of the rounds: what it is asked to do, in order, each step on disk before the next."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from verbund.errors import Interrupted, RunFailed, VerbundError
+from verbund.exchange.federated.policy import Policy
+from verbund.job import Job
+from verbund.stage.federated.desk import failure_of
+from verbund.stage.federated.home import Home, JobState
+from verbund.stage.federated.line import Line
+from verbund.stage.federated.orders import Orders
+
+
+class Conversation:
+    """Talks to the server, in a thread of its own.
+
+    Args:
+        line: to the server.
+        home: for the audit log.
+        folder: of the job.
+        name: of the client, which keys the order of its samples.
+        policy: what the owner permits.
+        job: what is trained.
+        notify: tells the owner.
+    """
+
+    def __init__(
+        self, line: Line, home: Home, folder: Path, name: str, policy: Policy, job: Job, notify: Callable[[str], None]
+    ) -> None:
+        self._line, self._home, self._policy, self._job = line, home, policy, job
+        self._notify = notify
+        self._state = JobState.kept(folder)
+        self._number = number_of(name)
+        self._lock = threading.Lock()
+        self._orders = Orders()
+        self._ending = False
+        self.outcome: str | None = None
+        """How the training ended: done, or stopped by the server; None while it goes on."""
+        self.model: Path | None = None
+
+    @property
+    def counted(self) -> int:
+        """Rounds in which the client's update counted."""
+        return self._state.counted
+
+    def begin(self, orders: Orders) -> None:
+        """From now on other processes do the work."""
+        with self._lock:
+            self._orders = orders
+
+    def end_processes(self) -> None:
+        """No more orders come."""
+        with self._lock:
+            self._orders.end()
+
+    def stop(self) -> None:
+        """The processes are gone for good."""
+        self._ending = True
+
+    def give_up(self, error: VerbundError) -> None:
+        """The processes failed too often."""
+        self._ending = True
+        with self._lock:
+            self._orders.close(error)
+
+    def hold(self, stopped: Callable[[], bool]) -> None:
+        """Does what the server asks until the end.
+
+        Raises:
+            VerbundError: what ends this client's part.
+        """
+        self._line.stopped = lambda: self._ending or stopped()
+        if self._state.pending is not None:
+            self._deliver()
+        while not self._ending:
+            task = self._line.next()
+            match task.get("do"):
+                case "train":
+                    self._train(task)
+                case "evaluate":
+                    self._evaluate(task)
+                case "end":
+                    self._end(task)
+                    self._line.leave()
+                    return
+                case "failed":
+                    self.outcome = "failed"
+                    self._line.leave()
+                    raise RunFailed(f"the server gave up: {str(task.get('why'))[:200]}", where="--server")
+
+    def _train(self, task: dict[str, Any]) -> None:
+        round_, members = int(task["round"]), int(task["members"])
+        if problem := self._policy.round_problem(members, self._state.counted, datetime.now()):
+            self._notify(f"round {round_} is declined: {problem}")
+            self._home.note("declined", round=round_, why=problem.what, server=self._line.head)
+            self._line.ask("report", {"round": round_, "state": "declined", "reason": problem.where})
+            return
+        content = self._state.content
+        try:
+            self._line.fetch(task["sha256"], int(task["size"]), content)
+            done = self._do(
+                {
+                    "order": "train",
+                    "sha256": task["sha256"],
+                    "round": round_,
+                    "version": int(task["version"]),
+                    "client": self._number,
+                    "memory": str(self._state.memory) if self._state.memory.exists() else None,
+                    "keep": str(self._state.next_memory),
+                    "evaluate": self._policy.metrics and self._validated,
+                }
+            )
+        except Interrupted:
+            raise
+        except VerbundError as error:
+            self._fail(round_, error)
+            return
+        facts = {**done["facts"], "round": round_, "seconds": done["seconds"]}
+        self._state.trained(facts, bool(done["kept"]))
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Sends the pending update, and hears whether it counts."""
+        facts = self._state.pending
+        assert facts is not None
+        content, digest = self._state.content, facts["sha256"]
+        if content.whole(digest):
+            self._line.send(digest, content)
+        answer = self._line.ask("update", {key: value for key, value in facts.items() if key != "kept"}).fields
+        counts = answer.get("counts") is True
+        why = "" if counts else f" does not count: {str(answer.get('why'))[:300]}"
+        self._home.note(
+            "round",
+            round=facts["round"],
+            version=facts["version"],
+            update=digest,
+            bytes=facts["bytes"],
+            counts=counts,
+            server=self._line.head,
+        )
+        self._state.settled(counts)
+        self._notify(f"round {facts['round']}: {facts['bytes']} bytes after {facts['seconds']:.1f} s{why}")
+
+    def _fail(self, round_: int, error: VerbundError) -> None:
+        """The owner hears all, the server only of what kind it was."""
+        self._home.note("failed", round=round_, error=error.record(), trace=error.trace)
+        self._notify(f"round {round_} failed: {error}{f'{chr(10)}{error.trace}' if error.trace else ''}")
+        self._line.ask("report", {"round": round_, "state": "failed", "reason": failure_of(error)})
+
+    def _evaluate(self, task: dict[str, Any]) -> None:
+        state = None
+        if self._policy.metrics and self._validated:
+            self._line.fetch(task["sha256"], int(task["size"]), self._state.content)
+            memory = str(self._state.memory) if self._state.memory.exists() else None
+            order = {"order": "evaluate", "sha256": task["sha256"], "memory": memory, "evaluate": True}
+            state = self._do(order)["state"]
+        self._line.ask("metrics", {"version": int(task["version"]), "state": state})
+
+    def _end(self, task: dict[str, Any]) -> None:
+        if task.get("done"):
+            self._line.fetch(task["sha256"], int(task["size"]), self._state.content)
+            memory = str(self._state.memory) if self._state.memory.exists() else None
+            path = self._state.folder / "model.safetensors"
+            order = {"order": "model", "sha256": task["sha256"], "memory": memory, "path": str(path), "evaluate": False}
+            self._do(order)
+            self.model = path
+        self.outcome = "done" if task.get("done") else "stopped"
+        self._home.note("ended", done=bool(task.get("done")), server=self._line.head)
+
+    @property
+    def _validated(self) -> bool:
+        return self._job.data.validation_fraction > 0
+
+    def _do(self, order: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            orders = self._orders
+        return orders.do(order, self._job.strategy.exchange.round.deadline)
+
+
+def number_of(name: str) -> int:
+    """A client's number, which keys the order of its samples with seed and round."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")

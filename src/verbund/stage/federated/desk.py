@@ -1,0 +1,401 @@
+"""A server's desk: what clients ask for, each in a thread of its own, and what it does to the rounds.
+
+    enrol    token, certificate                     a client becomes known                 (without a name yet)
+    join     version of the protocol                the offer: job and task file
+    refuse   keys of the client's policy            the client takes no part
+    next     -                                      what to do: a round, an evaluation, nothing yet, the end
+    get      sha256, offset                         a part of a file
+    put      sha256, size, offset, part             how much of an update is there
+    update   round, sha256, weight, …               whether it counts
+    report   round, state, reason                   no update will come
+    metrics  version, state                         what an evaluation gave
+    leave    -                                      it has heard of the end
+
+All of them may come again and change nothing then. Every answer has the head of the audit log.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbund.comm.wire import Connection, Message, Replies, Reply
+from verbund.errors import InputError, VerbundError
+from verbund.exchange.federated import cohort
+from verbund.exchange.federated.enrolment import Enrolment
+from verbund.exchange.federated.round import Answer, Phase
+from verbund.exchange.federated.round_journal import RoundJournal
+from verbund.job import Round
+from verbund.stage.federated.offer import Offer
+
+PROTOCOL = 1
+HOLD_SECONDS = 15.0
+"""How long `next` waits for something to do before it says that there is nothing yet."""
+_STATES = frozenset(("failed", "declined"))
+
+
+@dataclass
+class Client:
+    """What the desk knows of one client while this process lives."""
+
+    replies: Replies
+    connections: list[Connection] = field(default_factory=list)
+    gone: float = field(default_factory=time.monotonic)
+    """Since when it has no connection, if it has none."""
+    joined: bool = False
+    refuses: bool = False
+    upload: str = ""
+    """The file that it is sending."""
+    past: tuple[int, int] = (0, 0)
+    """Bytes received and sent over connections that have ended."""
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Received and sent, of whole messages."""
+        living = self.connections
+        return (
+            self.past[0] + sum(connection.received_bytes for connection in living),
+            self.past[1] + sum(connection.sent_bytes for connection in living),
+        )
+
+
+class Desk:
+    """Answers clients.
+
+    Args:
+        journal: the rounds, which only threads that hold `changed` may touch.
+        offer: what clients are to do.
+        settings: of the rounds.
+        enrolment: None where certificates of an authority say who is who.
+        screen: looks into an update that is there; None if it can be used, else why not.
+        notify: tells whoever runs the server.
+    """
+
+    def __init__(
+        self,
+        journal: RoundJournal,
+        offer: Offer,
+        settings: Round,
+        enrolment: Enrolment | None,
+        screen: Callable[[str, Mapping[str, Any]], str | None],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self.clients: dict[str, Client] = {}
+        self.ending = False
+        """Whether the server is about to end, whatever the rounds' phase is."""
+        self._journal, self._offer, self._settings = journal, offer, settings
+        self._enrolment, self._screen, self._notify = enrolment, screen, notify
+        self._begun = time.monotonic()
+        self._strangers = Replies(lambda message: self._answer("", message))
+
+    # Connections
+
+    def welcome(self, connection: Connection) -> None:
+        """Serves a connection until it ends; for a thread of its own."""
+        name = connection.peer.names[0] if connection.peer.names else ""
+        if not name:
+            self._strangers.serve(connection)
+            return
+        with self.changed:
+            client = self.clients.get(name)
+            if client is None:
+                client = self.clients[name] = Client(Replies(lambda message: self._answer(name, message)))
+                self._notify(f"{name} is there")
+            client.connections.append(connection)
+            self.changed.notify_all()
+        try:
+            client.replies.serve(connection)
+        finally:
+            with self.changed:
+                client.connections.remove(connection)
+                client.gone = time.monotonic()
+                client.past = (client.past[0] + connection.received_bytes, client.past[1] + connection.sent_bytes)
+                self.changed.notify_all()
+
+    def available(self) -> list[str]:
+        """The clients that a round may ask. Within `changed`."""
+        return [
+            name
+            for name, client in self.clients.items()
+            if client.connections and client.joined and not client.refuses and self._fits(name)
+        ]
+
+    def lost(self) -> list[str]:
+        """The members of the round under way that have been without a connection for too long. Within `changed`."""
+        return [
+            name
+            for name, member in self._journal.rounds.members.items()
+            if member.state == "asked" and self.without(name) >= self._settings.lost_after
+        ]
+
+    def without(self, name: str) -> float:
+        """Seconds since when a client has no connection; of one that never had one, since this server began."""
+        client = self.clients.get(name)
+        if client is None:
+            return time.monotonic() - self._begun
+        return 0.0 if client.connections else time.monotonic() - client.gone
+
+    def expected(self, seconds: float) -> list[str]:
+        """Clients that take part and are there, or may be back within so many seconds. Within `changed`."""
+        return [name for name in sorted(self._journal.taking_part) if self.without(name) < seconds]
+
+    def _fits(self, name: str) -> bool:
+        labels = self._enrolment.labels(name) if self._enrolment is not None else {}
+        return cohort.fits(labels, self._settings.labels)
+
+    # Requests
+
+    def _answer(self, name: str, message: Message) -> Reply:
+        fields = message.fields
+        if message.kind == "enrol":
+            return self._enrol(fields)
+        if not name:
+            raise InputError("this client is not enrolled", fix="Give an enrolment token: `--token FILE`")
+        match message.kind:
+            case "join":
+                return self._join(name, fields)
+            case "refuse":
+                return self._refuse(name, fields)
+            case "next":
+                return self._next(name)
+            case "get":
+                return self._get(name, fields)
+            case "put":
+                return self._put(name, message)
+            case "update":
+                return self._update(name, fields)
+            case "report":
+                return self._report(name, fields)
+            case "metrics":
+                return self._metrics(name, fields)
+            case "leave":
+                return self._leave(name)
+        raise InputError(f"`{message.kind[:40]}` is no request of this protocol")
+
+    def _reply(self, kind: str, **fields: Any) -> Reply:
+        return Reply(kind, {**fields, "head": self._journal.head.record()}, keep=False)
+
+    def _enrol(self, fields: dict[str, Any]) -> Reply:
+        if self._enrolment is None:
+            raise InputError("this server goes by certificates of an authority, not by tokens")
+        name, secret, certificate = (_text(fields, key) for key in ("name", "secret", "certificate"))
+        try:
+            raw = base64.b64decode(certificate, validate=True)
+        except ValueError:
+            raise InputError("this is no certificate") from None
+        self._enrolment.enrol(name, secret, raw)
+        with self.changed:
+            self._journal.record([{"event": "enrolled", "client": name}])
+        self._notify(f"{name} was enrolled")
+        return self._reply("enrolled")
+
+    def _join(self, name: str, fields: dict[str, Any]) -> Reply:
+        if fields.get("protocol") != PROTOCOL:
+            what = f"the server speaks version {PROTOCOL} of the protocol, the client {fields.get('protocol')}"
+            raise InputError(what, fix="Install the same version of verbund on both sides")
+        with self.changed:
+            client = self.clients[name]
+            client.joined, client.refuses = True, False
+            self._journal.record([{"event": "joined", "client": name}])
+            self.changed.notify_all()
+            return self._reply("offer", offer=self._offer.record(), name=name)
+
+    def _refuse(self, name: str, fields: dict[str, Any]) -> Reply:
+        keys = [str(key)[:40] for key in list(fields.get("keys") or [])[:20]]
+        with self.changed:
+            self.clients[name].refuses = True
+            self._journal.record([{"event": "refused", "client": name, "keys": keys}])
+            self.changed.notify_all()
+            self._notify(f"{name} takes no part: its policy does not permit it ({', '.join(keys)})")
+            return self._reply("noted")
+
+    def _next(self, name: str) -> Reply:
+        with self.changed:
+            self.clients[name].joined = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._task(name) is not None, HOLD_SECONDS)
+            task = self._task(name) or {"do": "wait"}
+            return self._reply("task", **task)
+
+    def _task(self, name: str) -> dict[str, Any] | None:
+        """What the client is to do now, if anything."""
+        rounds, journal = self._journal.rounds, self._journal
+        base = {"version": rounds.version, "sha256": journal.current, "size": _size(journal)}
+        if rounds.phase is Phase.FAILED:
+            return {"do": "failed", "why": "too few clients have sent updates"}
+        if self.ending:
+            return {"do": "end", "done": rounds.phase is Phase.DONE, **base}
+        if rounds.phase is Phase.DONE:
+            known = {event["client"] for event in journal.metrics if event["version"] == rounds.version}
+            return None if name in known else {"do": "evaluate", **base}
+        member = rounds.members.get(name)
+        if rounds.phase is Phase.TRAINING and member is not None and member.state in ("asked", "lost"):
+            members = len(rounds.members)
+            return {"do": "train", "round": rounds.round, "attempt": rounds.attempt, "members": members, **base}
+        return None
+
+    def _get(self, name: str, fields: dict[str, Any]) -> Reply:
+        digest, offset = _text(fields, "sha256"), _number(fields, "offset")
+        with self.changed:
+            known = digest in self._journal.published
+        if not known:
+            raise InputError("there is no such file, or none any more", where=digest[:64])
+        part = self._journal.versions.read(digest, offset)
+        return Reply("part", {"head": []}, {"part": part}, keep=False)
+
+    def _put(self, name: str, message: Message) -> Reply:
+        digest, size, offset = (
+            _text(message.fields, "sha256"),
+            _number(message.fields, "size"),
+            _number(message.fields, "offset"),
+        )
+        updates = self._journal.updates
+        with self.changed:
+            client, rounds = self.clients[name], self._journal.rounds
+            member = rounds.members.get(name)
+            if rounds.phase is not Phase.TRAINING or member is None or member.state not in ("asked", "lost"):
+                return self._reply("passed")  # its update will be told why it does not count
+            if size > 4 * _size(self._journal) + (1 << 20):
+                raise InputError(f"an update of {size} bytes is too large for this model")
+            if client.upload != digest and not updates.whole(digest):
+                if client.upload:
+                    updates.drop(client.upload)
+                client.upload = digest
+        part = message.arrays.get("part")
+        if part is None:
+            return self._reply("have", bytes=updates.received(digest, size))
+        if part.dtype.name != "uint8" or part.ndim != 1:
+            raise InputError("a part of a file is bytes")
+        return self._reply("have", bytes=updates.append(digest, size, offset, part))
+
+    def _update(self, name: str, fields: dict[str, Any]) -> Reply:
+        round_, digest = _number(fields, "round"), _text(fields, "sha256")
+        facts = _facts(fields)
+        with self.changed:
+            events, answer = self._journal.rounds.update(name, round_, digest, facts)
+        if events:
+            if not self._journal.updates.whole(digest):
+                raise InputError("the update is not here yet", where=digest[:64])
+            why = self._screen(digest, facts)
+            with self.changed:
+                if why is not None:
+                    self._journal.record(self._journal.rounds.report(name, round_, "refused", why))
+                    answer = Answer(False, why)
+                    self._notify(f"the update of {name} is refused: {why}")
+                else:  # the round may have been closed in the meantime
+                    events, answer = self._journal.rounds.update(name, round_, digest, facts)
+                    self._journal.record(events)
+                self.changed.notify_all()
+        with self.changed:
+            if not answer.counts and why_late(answer):
+                self._journal.record([{"event": "late", "client": name, "round": round_}])
+            return self._reply("answer", counts=answer.counts, why=answer.why)
+
+    def _report(self, name: str, fields: dict[str, Any]) -> Reply:
+        state, reason = _text(fields, "state"), _text(fields, "reason")[:80]
+        if state not in _STATES:
+            raise InputError(f"`{state[:40]}` is no state")
+        with self.changed:
+            events = self._journal.rounds.report(name, _number(fields, "round"), state, reason)
+            self._journal.record(events)
+            self.changed.notify_all()
+            if events:
+                self._notify(f"{name} {state} in round {fields['round']}: {reason}")
+            return self._reply("noted")
+
+    def _leave(self, name: str) -> Reply:
+        with self.changed:
+            if name in self._journal.taking_part:
+                self._journal.record([{"event": "left", "client": name}])
+            self.changed.notify_all()
+            return self._reply("noted")
+
+    def _metrics(self, name: str, fields: dict[str, Any]) -> Reply:
+        version, state = _number(fields, "version"), fields.get("state")
+        state = None if state is None else _state(state)
+        with self.changed:
+            known = any(e["client"] == name and e["version"] == version for e in self._journal.metrics)
+            if not known and version == self._journal.rounds.version:
+                self._journal.record([{"event": "metrics", "client": name, "version": version, "state": state}])
+                self.changed.notify_all()
+            return self._reply("noted")
+
+
+def why_late(answer: Answer) -> bool:
+    """Whether an update does not count for having come too late."""
+    return "too late" in answer.why
+
+
+def _size(journal: RoundJournal) -> int:
+    return journal.versions.path(journal.current).stat().st_size
+
+
+def _text(fields: Mapping[str, Any], key: str) -> str:
+    value = fields.get(key)
+    if not isinstance(value, str) or len(value) > 16_384:
+        raise InputError(f"`{key}` of a request is no text, or too long")
+    return value
+
+
+def _number(fields: Mapping[str, Any], key: str) -> int:
+    value = fields.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise InputError(f"`{key}` of a request is no whole number")
+    return value
+
+
+def _facts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of an update besides its tensors, checked."""
+    weight, steps = fields.get("weight"), _number(fields, "local_steps")
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not math.isfinite(weight) or weight <= 0:
+        raise InputError("the weight of an update is no positive number")
+    sums = fields.get("sums")
+    if not isinstance(sums, dict) or len(sums) > 64 or not all(_pair(value) for value in sums.values()):
+        raise InputError("the sums of an update are not pairs of finite numbers")
+    facts: dict[str, Any] = {
+        "base_version": _number(fields, "version"),
+        "weight": float(weight),
+        "local_steps": steps,
+        "bytes": _number(fields, "bytes"),
+        "seconds": float(fields.get("seconds") or 0.0),
+        "sums": {str(name)[:80]: value for name, value in sums.items()},
+    }
+    if (state := fields.get("state")) is not None:
+        facts["state"] = _state(state)
+    return facts
+
+
+def _pair(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(part, (int, float)) and math.isfinite(part) for part in value)
+    )
+
+
+def _state(state: Any) -> dict[str, Any]:
+    """A client's sums of metrics: lists of numbers by name.
+
+    Raises:
+        InputError: if they are not.
+    """
+
+    def numbers(value: Any, depth: int = 0) -> bool:
+        if isinstance(value, list):
+            return depth < 3 and len(value) <= 1 << 20 and all(numbers(part, depth + 1) for part in value)
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
+    if not isinstance(state, dict) or len(state) > 256 or not all(numbers(value, 0) for value in state.values()):
+        raise InputError("what an evaluation gave is not lists of finite numbers")
+    return {str(name)[:80]: value for name, value in state.items()}
+
+
+def failure_of(error: VerbundError) -> str:
+    """What a server learns of a client's failure: its kind, and nothing of what it says."""
+    return type(error).__name__
