@@ -10,6 +10,7 @@ import typer
 
 from verbund.answer import Answer, Output
 from verbund.commands import federate
+from verbund.commands.launch import JOINS, join, launch
 from verbund.commands.options import (
     AsJson,
     ClusterText,
@@ -56,9 +57,6 @@ def top(
     ] = False,
 ) -> None:
     pass
-
-
-app.add_typer(federate.app)
 
 
 @app.command(epilog="Example: `verbund init digits && verbund train digits/job.toml --workers 2`")
@@ -201,51 +199,6 @@ def predict(
     return Answer(told, lines)
 
 
-@app.command(
-    epilog="Examples: `verbund join 10.0.0.1:29170 --secret-file secret --slots 4` · `srun verbund join --slots 8` · "
-    "`torchrun --nnodes 2 --nproc-per-node 4 --rdzv-endpoint 10.0.0.1:29400 -m verbund join 10.0.0.1:29170`"
-)
-def join(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="HOST:PORT",
-            help="Where the command listens; default: `VERBUND_JOIN`, `MASTER_ADDR` or `SLURM_LAUNCH_NODE_IPADDR`.",
-        ),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--secret-file", metavar="FILE", help="The secret that the command has; default: `VERBUND_SECRET_FILE`."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            "--slots",
-            metavar="N",
-            parser=whole_number,
-            help="Workers that this machine takes; default: as many as torchrun, srun or mpirun start here, else 1.",
-        ),
-    ] = None,
-    own: Annotated[
-        str | None,
-        typer.Option("--address", metavar="IP", help="Of this machine, for the others; default: towards the command."),
-    ] = None,
-    within: Annotated[
-        float, typer.Option("--within", metavar="SECONDS", help="How long to wait for the command and its run.")
-    ] = 600.0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> Answer:
-    """Take part in a run whose cluster is `external`, with this machine, until the run is over."""
-    from verbund.stage.joining import join as take_part
-
-    done = take_part(address, secret_file, slots, own=own, within=within, quiet=quiet)
-    return Answer({"status": "done", "joined": done.joined, "slots": done.slots}, [done.text])
-
-
 @app.command(epilog="Examples: `verbund report runs/latest` · `verbund report runs/latest --trace trace.json`")
 def report(
     run: RunDirectory,
@@ -357,6 +310,11 @@ def verify(
     verdict = f"{found['strategy']} against {found['against']}: {'passed' if found['passed'] else 'FAILED'}"
     status = "done" if found["passed"] else "failed"
     return Answer({"status": status, **found}, [*lines(found), verdict], [verdict], 0 if found["passed"] else 1)
+
+
+app.command(epilog=JOINS)(join)
+app.add_typer(launch, name="launch")
+app.add_typer(federate.app)
 
 
 def _evaluated_by(workers: int | None, strategy: str | None, cluster: str | None) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from conftest import MLP, MakeJob, wait_for
 
 VERBUND = [sys.executable, "-m", "verbund"]
 EXTERNAL = {"cluster.kind": "external", "cluster.trusted_network": "127.0.0.0/8", "cluster.lost_after": 5.0}
+PUBLISHED = {"cluster.join_file": "here"}
 
 
 def write(folder: Path, make_job: MakeJob, changes: dict[str, Any], task: str = MLP) -> None:
-    job = make_job(task, {**EXTERNAL, **changes})
+    job = make_job(task, {**EXTERNAL, **PUBLISHED, **changes})
     (folder / "job.toml").write_text(job.toml())
 
 
@@ -37,10 +38,8 @@ def train(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 def join(folder: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
     """One that joins as soon as the command says where."""
-    published = folder / "cache" / "join" / "test"
-    wait_for(published.exists, "the address", 30)
-    secret = published.with_name("test.secret")
-    return start(folder, "join", published.read_text().strip(), "--secret-file", str(secret), *more, **environment)
+    wait_for((folder / "here.secret").exists, "the secret", 30)
+    return start(folder, "join", str(folder / "here"), "--secret-file", "here.secret", *more, **environment)
 
 
 def ended(process: subprocess.Popen[str], status: int, seconds: float = 60) -> str:

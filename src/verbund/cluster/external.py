@@ -106,6 +106,26 @@ class ExternalCluster(SpreadCluster):
         changes = {"cluster.hosts": [host.name for host in hosts if host], "cluster.slots": slots}
         return Job.build(job.resolved(), changes, source="job.toml", folder=Path(job.folder))
 
+    def replaced(self, host: int) -> bool:
+        lost = self._servers[host]
+        if lost.lost is None:
+            return True  # it has been replaced before
+        needed = self._job.cluster.slots
+        slots = needed[host] if isinstance(needed, list) else 1
+        for one in sorted(self._joined.values(), key=_order):
+            if one not in self._servers and one.ready and one.offer and one.offer.slots >= slots:
+                try:
+                    self._welcome([one])
+                except VerbundError as error:
+                    self._turned_away.append(str(error))
+                    one.lost = one.lost or ClusterLost(str(error))
+                    self._forget(one)
+                    continue
+                one.number, self._servers[host] = host, one
+                lost.leave()
+                return True
+        return False
+
     def exits(self) -> Iterator[Exit]:
         self._hear()
         yield from super().exits()
@@ -125,6 +145,7 @@ class ExternalCluster(SpreadCluster):
         deadline, told = time.monotonic() + limit, False
         former = next((server.lost for server in self._servers if server.lost is not None), None)
         while True:
+            self._check()
             self._hear()
             members = self._members()
             if members and all(member.ready for member in members):
@@ -143,6 +164,9 @@ class ExternalCluster(SpreadCluster):
         for number, member in enumerate(members):
             member.number = number
         self._welcome()
+
+    def _check(self) -> None:
+        """Raises ClusterLost if nobody will come any more."""
 
     def _members(self) -> list[JoinedServer]:
         """The machines that take part, in the order of their ranks, else as they came; none if there are too few."""
@@ -207,7 +231,7 @@ class ExternalCluster(SpreadCluster):
                 except OSError:
                     continue  # it is closed, which has done it
         if one not in self._servers:
-            one.leave()
+            one.leave()  # else what it had is still to be told
 
     def _poll(self, connection: Connection, one: JoinedServer) -> None:
         self._polled[connection.fileno()] = one
@@ -238,8 +262,10 @@ class ExternalCluster(SpreadCluster):
             what = f"{former.what}; nobody has taken its place: {what}"
         if self._turned_away:
             what += f"; turned away: {self._turned_away[-1]}"
-        fix = f"Run `verbund join {self.joins_at} --secret-file FILE` on more machines or with more `--slots`"
-        return ClusterLost(what, where="cluster", fix=f"{fix}, or raise `cluster.join_within`")
+        return ClusterLost(what, where="cluster", fix=f"{self._advice()}, or raise `cluster.join_within`")
+
+    def _advice(self) -> str:
+        return f"Run `verbund join {self.joins_at} --secret-file FILE` on more machines or with more `--slots`"
 
 
 def _order(one: JoinedServer) -> tuple[bool, int, int]:

@@ -38,8 +38,6 @@ class ForkedCluster:
         self._heard: set[WarmServer] = set()
         """The servers whose descriptors the epoll has."""
         self._connected = False
-        self._former: dict[tuple[str, int], int] = {}
-        """The host where a process of that role and rank was started last."""
 
     @property
     def lost(self) -> ClusterLost | None:
@@ -66,13 +64,8 @@ class ForkedCluster:
         """
         self._connect()
         deadline = time.monotonic() + timeout
-        # All say where they must run, or none does; who takes another's place runs where that did.
+        # All say where they must run, or none does.
         places = [spec.host for spec in specs if spec.host is not None] or self.placed(len(specs))
-        places = [
-            self._former.get((spec.role, spec.rank), place) if spec.life else place
-            for spec, place in zip(specs, places, strict=True)
-        ]
-        self._former |= {(spec.role, spec.rank): place for spec, place in zip(specs, places, strict=True)}
         roles = [spec.role for spec in specs]
         specs = [self._on_host(spec, places, roles, number) for number, spec in enumerate(specs)]
         pids = self._forked(specs, places, deadline)
@@ -121,6 +114,10 @@ class ForkedCluster:
 
     def kill(self, process: Process) -> None:
         self._servers[process.host].kill(process)
+
+    def replaced(self, host: int) -> bool:
+        """No other machine takes the place of a lost one."""
+        return False
 
     def suspended(self, process: Process) -> bool:
         return self._servers[process.host].suspended(process)

@@ -1,11 +1,12 @@
 """How machines that are started from outside find the command: its address, and the secret that both know.
 
-A job says where the command listens (`cluster.listen`); what is not said is published in the folder of converted data,
-as `join/NAME`, a file with the address, and `join/NAME.secret`.
+A job says where the command listens (`cluster.listen`). The address, with the port that it got, is published in a file
+(`cluster.join_file`), by default beside the converted data; the secret lies beside it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import socket
@@ -49,12 +50,16 @@ class Invitation:
         Raises:
             InputError: if there is no such address, or the secret cannot be read.
         """
-        folder = scratch / _FOLDER
+        if job.cluster.join_file is not None:
+            published = job.path(job.cluster.join_file).expanduser()
+        else:
+            folder = hashlib.sha256(job.folder.encode()).hexdigest()[:8]  # others' jobs may bear the same name
+            published = scratch / _FOLDER / f"{job.name or 'job'}-{folder}"
         try:
-            folder.mkdir(mode=0o700, exist_ok=True)
+            published.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot be made: {error.strerror}", where=str(folder), fix="Give `data.cache`") from None
-        published = folder / (job.name or "job")
+            where = str(published.parent)
+            raise InputError(f"cannot be made: {error.strerror}", where=where, fix="Give `cluster.join_file`") from None
         told = job.cluster.secret_file or environment.get(SECRET_FILE)
         file = job.path(told).expanduser() if told else published.with_name(f"{published.name}.secret")
         if told or file.exists():
@@ -100,6 +105,14 @@ def address_of(text: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(f"`{text}` is no address such as 10.0.0.1:{PORT} or node1:{PORT}")
     return host, int(port)
+
+
+def published_in(file: Path) -> str | None:
+    """The address that a file tells; None as long as nobody listens."""
+    try:
+        return file.read_text(encoding="utf-8")[:300].strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _own(network: str | None) -> str:

@@ -16,15 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verbund.cluster import host
-from verbund.cluster.invitation import PORT, address_of, written
+from verbund.cluster.invitation import PORT, address_of, published_in, written
 from verbund.cluster.joined import Offer
 from verbund.cluster.process import Exit
 from verbund.comm.parent import adopt_orphans, end_children
 from verbund.comm.rendezvous import Meeting, dial
-from verbund.comm.wire import Connection, Message, Refused, Secret, WireError
+from verbund.comm.wire import Closed, Connection, Message, Refused, Secret, WireError
 from verbund.comm.wire.address import Tcp
 from verbund.errors import ClusterLost, InputError, Interrupted, from_record
 from verbund.interrupts import Interrupts
@@ -87,17 +88,20 @@ def join(
     rank: int | None = None,
     own: str | None = None,
     within: float = 600.0,
+    grace: float = 0.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Takes part in a run until that is over.
 
     Args:
-        address: the command's, `HOST:PORT`.
+        address: the command's, `HOST:PORT`; or the path of a file, with a `/`, in which it is published.
         secret: what both prove to know.
         slots: how many workers this machine takes.
         rank: its place among the machines.
         own: the address of this machine at which its processes meet others; default: the one on the way to the command.
         within: seconds until the command must be there and take the offer.
+        grace: seconds for which the first Ctrl-C or SIGTERM does not end it while the run needs it: whoever ends this
+            machine often ends all, and the command needs them to save.
         tell: tells the user what goes on.
 
     Raises:
@@ -105,13 +109,13 @@ def join(
         ClusterLost: if the command is not there in time, or is lost, or the warm server is.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    try:
-        name, port = address_of(address)
-    except ValueError as error:
-        raise InputError(str(error), where="arguments") from None
-    target = written(name, port)
+    if os.sep not in address:
+        try:
+            address = written(*address_of(address))
+        except ValueError as error:
+            raise InputError(str(error), where="arguments") from None
     with Interrupts() as interrupts:
-        joiner = _Joiner(target, secret, within, tell, interrupts)
+        joiner = _Joiner(address, secret, within, grace, tell, interrupts)
         try:
             connection, asked = joiner.accepted(slots, rank, own)
             joiner.serve(connection, asked)
@@ -121,10 +125,19 @@ def join(
 
 class _Joiner:
     def __init__(
-        self, target: str, secret: Secret, within: float, tell: Callable[[str], None], interrupts: Interrupts
+        self,
+        address: str,
+        secret: Secret,
+        within: float,
+        grace: float,
+        tell: Callable[[str], None],
+        interrupts: Interrupts,
     ) -> None:
-        self._target, self._secret, self._tell, self._interrupts = target, secret, tell, interrupts
+        self._address, self._target = address, address
+        self._secret, self._grace, self._tell, self._interrupts = secret, grace, tell, interrupts
         self._within, self._deadline = within, time.monotonic() + within
+        self._leaves: float | None = None
+        """When it leaves although the run needs it."""
 
     def accepted(self, slots: int, rank: int | None, own: str | None) -> tuple[Connection, dict[str, Any]]:
         """The connection to the command, and what it asks for."""
@@ -132,11 +145,12 @@ class _Joiner:
         while time.monotonic() < self._deadline:
             self._check_interrupts()
             try:
+                self._find()
                 connection = dial(Meeting(f"tcp:{self._target}", None, self._secret, _SILENCE), "join", -1)
             except Refused as error:
                 fix = "Both need the same file as secret, and what listens there must be a command with this cluster"
                 raise InputError(f"was refused: {error}", where=self._target, fix=fix) from None
-            except (OSError, WireError) as error:
+            except (OSError, WireError, ValueError) as error:
                 why = str(error)
                 time.sleep(_PAUSE)
                 continue
@@ -162,6 +176,13 @@ class _Joiner:
             fix="Start the command first (`verbund train JOB --cluster external`), or give a larger `--within`",
         )
 
+    def _find(self) -> None:
+        """Where the command listens: a file tells, until another one begins."""
+        if os.sep in self._address:
+            if (told := published_in(Path(self._address))) is None:
+                raise Closed(f"{self._address} tells no address yet")
+            self._target = written(*address_of(told))
+
     def _next(self, connection: Connection) -> Message | None:
         while time.monotonic() < self._deadline:
             self._check_interrupts()
@@ -181,7 +202,7 @@ class _Joiner:
         try:
             while True:
                 readable = select.select([connection], [], [], _TURN)[0]
-                if self._interrupts.count:
+                if self._must_leave():
                     self._leave(connection, warm, "it was told to end (SIGTERM or Ctrl-C)")
                     raise Interrupted("interrupted while the run needed this machine")
                 # Before the news that the run is over, whose end ends the warm server too.
@@ -202,6 +223,13 @@ class _Joiner:
             self._tell(f"the command is lost; the workers end within {grace:.0f} s")
             _ended(warm, grace)
             raise ClusterLost(f"the command is lost: {error}", where=self._target) from None
+
+    def _must_leave(self) -> bool:
+        if self._interrupts.count == 1 and self._leaves is None:
+            self._leaves = time.monotonic() + self._grace
+            if self._grace:
+                self._tell(f"told to end: stays for up to {self._grace:g} s while the run needs this machine")
+        return self._interrupts.count > 1 or (self._leaves is not None and time.monotonic() >= self._leaves)
 
     def _started(self, asked: dict[str, Any]) -> subprocess.Popen[bytes]:
         meeting = Meeting(f"tcp:{self._target}", None, self._secret, float(asked["lost_after"]))

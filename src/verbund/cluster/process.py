@@ -152,6 +152,10 @@ class Cluster(Protocol):
         """Ends a process that did not end by itself."""
         ...
 
+    def replaced(self, host: int) -> bool:
+        """Whether another machine has taken the place of a lost host, under its number; does not wait."""
+        ...
+
     def suspended(self, process: Process) -> bool:
         """Whether a process is known to be stopped by a signal; one of another machine never is."""
         ...

@@ -161,7 +161,7 @@ class WarmServer:
 
     def kill(self, process: Process) -> None:
         """Ends a process that did not end by itself."""
-        if process.pid in self.living:
+        if self.living.get(process.pid) is process:  # and not one of another machine that had this one's number before
             self.kill_forked(process.pid)
 
     def suspended(self, process: Process) -> bool:

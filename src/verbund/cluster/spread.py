@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verbund.cluster import host as hosts_
 from verbund.cluster.forked import ForkedCluster
+from verbund.cluster.server import WarmServer
 from verbund.comm.rendezvous import Meeting
 from verbund.errors import InputError
 from verbund.job import Job
@@ -51,9 +52,12 @@ class SpreadCluster(ForkedCluster):
             InputError: if one does not; it names the host.
         """
         self._connect()
+        self._check_seen(folders, self._servers)
+
+    def _check_seen(self, folders: Sequence[Path], servers: Sequence[WarmServer]) -> None:
         marks = {hosts_.mark(folder): folder for folder in folders}
         try:
-            for server in self._servers:
+            for server in servers:
                 answer = server.ask("shared", {"marks": [str(path) for path in marks]})
                 if unseen := answer.fields["missing"]:
                     folder = marks[Path(unseen[0])]
@@ -67,14 +71,20 @@ class SpreadCluster(ForkedCluster):
             for path in marks:
                 hosts_.unmark(path)
 
-    def _welcome(self) -> None:
+    def _welcome(self, servers: Sequence[WarmServer] | None = None) -> None:
+        """Checks what hosts tell of themselves, and what they see.
+
+        Raises:
+            InputError: if one cannot take part.
+        """
+        servers = self._servers if servers is None else servers
         deadline = time.monotonic() + _FACTS_SECONDS
-        for server in self._servers:
+        for server in servers:
             while server.facts is None:
                 server.receive(deadline - time.monotonic(), f"{server.name} does not tell what is installed there")
             hosts_.check(server.host.name if server.host else str(server.number), server.facts)
         self._connected = True
-        self.check_shared(self._shared)
+        self._check_seen(self._shared, servers)
 
 
 def break_after(lost_after: float) -> float:

@@ -261,10 +261,10 @@ class Supervisor:
                 error, last = watched.silence  # it may have gone on for a while after its last sign of life
                 error.what = error.what.replace(last, f"{ended.doing} (step {ended.step})")
             if watched.result is None and not watched.failed and self._matters(watched) and not self._ended_by_us():
-                if ended.lost is not None:
+                if ended.lost is not None and not self._cluster.replaced(ended.host):
                     self._fail(None, ended.lost, secondary=False)
                 else:
-                    self._lose(watched, self._death(watched, ended))
+                    self._lose(watched, ended.lost or self._death(watched, ended))
 
     # -- replacements --------------------------------------------------------------------------------------------
 

@@ -29,10 +29,7 @@ from verbund.exchange.outer import OuterOptimizer
 from verbund.job import Exchange
 from verbund.mesh.compression import sums, takes
 from verbund.mesh.replica import Replica
-from verbund.observe.events import Journal, index_among
-
-_COLLECTIVES = 1 << 21
-"""The first number of the exchanges' collectives, beyond all others of a step."""
+from verbund.observe.events import EXCHANGES, Journal, index_among
 
 Sizes = Callable[[int], Sequence[int]]
 """The samples of each island's share of a ticket."""
@@ -188,7 +185,7 @@ class LocalSteps:
             self._fragments[fragment].apply()
             peers, world = self._replica.mesh.peers("islands"), self._replica.mesh.world
             if len(peers) > 1:
-                number = index_among(peers, world, _COLLECTIVES + fragment)
+                number = index_among(peers, world, EXCHANGES + fragment)
                 self._journal.collective(self._step, number, begun, blocked, done)
             self._journal.add("compute", self._step, done, time.monotonic_ns())
 

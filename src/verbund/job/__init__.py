@@ -19,6 +19,7 @@ from verbund.job.job import Job
 from verbund.job.observe import Observe
 from verbund.job.optimizer import Group, Optimizer, Schedule
 from verbund.job.section import Section
+from verbund.job.stragglers import Stragglers
 from verbund.job.strategy import AXES, Strategy
 from verbund.job.train import Objective, Patience, Target, Train
 from verbund.job.validate import Validate
@@ -44,6 +45,7 @@ __all__ = [
     "Schedule",
     "Section",
     "Secure",
+    "Stragglers",
     "Strategy",
     "Target",
     "Train",

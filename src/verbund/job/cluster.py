@@ -39,13 +39,19 @@ class Cluster(Section):
     listen: Annotated[str | None, Field(examples=["10.0.0.1:29170"])] = None
     """Kinds `external` and `ray`: where the command listens; port 0 takes a free one. Default: a free port of its
     address in `trusted_network`, else of loopback."""
+    join_file: str | None = None
+    """Kind `external`: the file in which the address is published; `verbund join FILE` reads it there. Default: one
+    beside the converted data."""
     secret_file: str | None = None
     """Kind `external`: the file with the secret that machines must know to join; default: `VERBUND_SECRET_FILE`, else a
-    new one beside the converted data, `join/NAME.secret`."""
+    new one beside the published address."""
     join_within: Annotated[float, Field(gt=0)] = 300.0
     """Kinds `external` and `ray`: seconds that the command waits until there are as many slots as the job needs."""
     address: Annotated[str | None, Field(examples=["auto", "10.0.0.1:6379"])] = None
     """Kind `ray`: of the Ray cluster, or `auto`; default: one on this machine, for the run alone."""
+    resources: dict[str, Annotated[float, Field(ge=0)]] = {"CPU": 1.0}
+    """Kind `ray`: what each worker asks Ray for, e.g. `{ CPU = 1, GPU = 1 }`. The workers of an island, or the share of
+    one of `nodes`, get theirs on one node."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads per worker. 0: training shares the cores among the workers, and evaluation uses 1, so that its
     result is the same bit for bit for any number of workers."""

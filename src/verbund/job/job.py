@@ -72,6 +72,11 @@ class Job(Section):
                 "not share: leave it out"
             )
         problems += self._server_problems()
+        if self.strategy.stragglers.rebalances and train.batch_norm == "global" and train.micro_batch:
+            problems.append(
+                "`train.batch_norm` `global` needs each worker's share in one forward pass, and `strategy.stragglers` "
+                "`rebalance` makes some shares larger: leave out `train.micro_batch`"
+            )
         if self.strategy.exchange.federated:
             problems += job_problems(self.strategy.exchange, train, self.strategy.mesh, self.strategy.islands)
             if self.data.loaders:

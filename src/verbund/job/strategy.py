@@ -11,6 +11,7 @@ from verbund.errors import nearest
 from verbund.job.compression import CASTS, Compression
 from verbund.job.exchange import Exchange
 from verbund.job.section import Section
+from verbund.job.stragglers import Stragglers
 
 AXES = ("data", "shard", "tensor", "pipeline")
 
@@ -35,6 +36,8 @@ class Strategy(Section):
     """Axis `pipeline`: stages of equal work, counted from what each layer computes, or of equal bytes."""
     compression: Annotated[Compression, Field(examples=[{"name": "top_k", "density": 0.01}])] = Compression()
     """Axis `data` (casts: `shard` too): what gradients are sent as. Results are no longer those of one process."""
+    stragglers: Annotated[Stragglers, Field(examples=["rebalance", {"name": "rebalance", "every": 10}])] = Stragglers()
+    """Axes `data` and `shard`, and islands that add up gradients in every step: what is done about slow workers."""
 
     @model_validator(mode="after")
     def _known(self) -> Strategy:
@@ -57,9 +60,31 @@ class Strategy(Section):
                 f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
                 f"not `{self.schedule}`"
             )
+        problems += self._straggler_problems()
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _straggler_problems(self) -> list[str]:
+        if not self.stragglers.rebalances:
+            return []
+        problem = ""
+        if self.exchange.served:
+            problem = (
+                "`stragglers` `rebalance` is for workers whose gradients are added up; with parameter servers use "
+                '`consistency = "asynchronous"`, where a slow island takes fewer tickets, or `backup`'
+            )
+        elif self.exchange.federated:
+            problem = (
+                "`stragglers` `rebalance` is for workers whose gradients are added up; clients of a federation have "
+                "samples of their own: leave it out"
+            )
+        elif self.exchange.local and self.islands > 1 and self.mesh.get("data", 1) * self.mesh.get("shard", 1) == 1:
+            problem = (
+                f"`stragglers` `rebalance` divides samples inside of an island, and islands of `{self.exchange.name}` "
+                "have no axis `data` or `shard` here: give them one, or leave it out"
+            )
+        return [problem] if problem else []
 
     @property
     def axes(self) -> dict[str, int]:

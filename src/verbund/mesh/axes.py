@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 from verbund.job import AXES, Strategy
 
@@ -58,6 +61,10 @@ class Mesh:
     def place(self, *axes: str) -> int:
         """This worker's number along some axes together, the last one the fastest."""
         return self._place(self._coordinates(self.rank), axes)
+
+    def at(self, rank: int) -> Mesh:
+        """The same mesh as another process sees it."""
+        return replace(self, rank=rank)
 
     def peers(self, *axes: str) -> list[int]:
         """The ranks that differ from this one along `axes` only, itself among them, in the order of `place`."""
@@ -117,12 +124,17 @@ class Division:
         micro_batch: samples of one forward pass; 0: as `passes` says. Ignored where units are of more than one
             sample: there every unit is a forward pass of its own.
         passes: into how many forward passes a share is divided, if there are enough samples.
+        weights: shares in proportion to these, a whole number of at least 1 for each worker; none, or too few units:
+            shares as even as possible.
+        least: units that each share has at least, where they go by weights.
     """
 
     workers: int
     unit: int = 1
     micro_batch: int = 0
     passes: int = 1
+    weights: tuple[int, ...] = ()
+    least: int = 1
 
     @staticmethod
     def passes_of(mesh: Mesh) -> int:
@@ -133,12 +145,42 @@ class Division:
     def share(self, size: int, worker: int) -> tuple[int, int]:
         """The half-open range of a global batch of `size` samples that `worker` computes; may be empty."""
         units = -(-size // self.unit)
-        low = units * worker // self.workers * self.unit
-        high = units * (worker + 1) // self.workers * self.unit
-        return min(low, size), min(high, size)
+        low, high = self._bounds(units, worker), self._bounds(units, worker + 1)
+        return min(low * self.unit, size), min(high * self.unit, size)
+
+    def _bounds(self, units: int, worker: int) -> int:
+        """How many units the workers before `worker` have."""
+        if not self.weights or units < self.workers * self.least:
+            return units * worker // self.workers
+        return _by_weight(units, self.weights, self.least)[worker]
 
     def micro_batches(self, size: int, worker: int) -> list[tuple[int, int]]:
         """The half-open ranges of the forward passes of `worker`, in order."""
         low, high = self.share(size, worker)
         step = self.unit if self.unit > 1 else self.micro_batch or max(-(-(high - low) // self.passes), 1)
         return [(start, min(start + step, high)) for start in range(low, high, step)]
+
+    def passes_together(self, sizes: Sequence[int]) -> int:
+        """How many forward passes the worker with the most has of any of some batches."""
+        return max(len(self.micro_batches(size, worker)) for size in sizes for worker in range(self.workers))
+
+    def in_passes(self, size: int, worker: int, count: int) -> list[tuple[int, int]]:
+        """The ranges of the forward passes of `worker` where all make `count` of them at the same time: as even as
+        possible, so that a worker with fewer samples has fewer in each; may be fewer than `count`."""
+        low, high = self.share(size, worker)
+        if self.unit > 1 or not self.weights:
+            return self.micro_batches(size, worker)
+        cuts = [low + (high - low) * number // count for number in range(count + 1)]
+        return [(start, end) for start, end in pairwise(cuts) if start < end]
+
+
+@lru_cache(maxsize=1024)
+def _by_weight(units: int, weights: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The bounds of shares in proportion to weights, to the nearest unit, of `least` or more; shape [workers + 1]."""
+    total, workers = sum(weights), len(weights)
+    bounds, sofar = [0], 0
+    for worker, weight in enumerate(weights, 1):
+        sofar += weight
+        nearest = (2 * units * sofar + total) // (2 * total)
+        bounds.append(min(max(nearest, bounds[-1] + least), units - (workers - worker) * least))
+    return tuple(bounds)

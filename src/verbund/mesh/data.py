@@ -39,12 +39,14 @@ class StepSums:
         weight: what it is to be divided by.
         flags: the sum of the workers' flags (reasons to stop after this step).
         extra: the summed extra numbers, shape [extras].
+        told: what each worker told of the step, shape [workers * told].
     """
 
     loss: float
     weight: float
     flags: float
     extra: Tensor
+    told: Sequence[float] = ()
 
 
 class _Bucket:
@@ -125,6 +127,7 @@ class GradientSums:
         beyond: groups whose members hold other parts of the same replica, and with whom the numbers, but no
             gradients, are added up after that; the last of them without the extra numbers.
         compression: of the gradients, if the job has any.
+        slots: numbers that workers tell each other with every step, each in places of its own.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class GradientSums:
         extras: int = 0,
         beyond: Sequence[Group] = (),
         compression: GradientCompression | None = None,
+        slots: int = 0,
     ) -> None:
         self._group = group
         self._beyond = beyond
@@ -141,7 +145,8 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._launched = 0
         self._overlapping = False
-        tail = _NUMBERS + extras + len(self._parameters)
+        self._head = _NUMBERS + slots
+        tail = self._head + extras + len(self._parameters)
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         self._numbers = torch.zeros(tail, dtype=dtype, device=self._parameters[0].device)
         self._extras = extras
@@ -155,8 +160,9 @@ class GradientSums:
         if group.world > 1:
             self._cut(tail)
 
-    def regroup(self, group: Group) -> None:
-        """From now on gradients are added up with these workers; what was under way is forgotten."""
+    def regroup(self, group: Group, slots: int = 0) -> None:
+        """From now on gradients are added up with these workers, who tell each other so many numbers; what was under
+        way is forgotten."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -164,6 +170,8 @@ class GradientSums:
         self._group = group
         for parameter in self._parameters:
             parameter.grad = None
+        self._numbers = self._numbers.new_zeros(self._numbers.numel() - self._head + _NUMBERS + slots)
+        self._head = _NUMBERS + slots
         if group.world > 1:
             self._cut(self._numbers.numel())
 
@@ -201,8 +209,16 @@ class GradientSums:
         step's last."""
         self._overlapping = len(self._buckets) > 1
 
-    def finish(self, loss: float | Tensor, weight: float, flag: float, extra: Tensor | None = None) -> StepSums:
-        """Sends what is not sent yet, waits for all, and leaves the sums in the parameters' `grad`.
+    def finish(
+        self,
+        loss: float | Tensor,
+        weight: float,
+        flag: float,
+        extra: Tensor | None = None,
+        told: tuple[int, Sequence[float]] = (0, ()),
+    ) -> StepSums:
+        """Sends what is not sent yet, waits for all, and leaves the sums in the parameters' `grad`. `told` is what this
+        worker tells the others, and from which slot on.
 
         A parameter that no worker used keeps `grad` None, so that an optimiser passes it over as it does in one
         process.
@@ -210,7 +226,9 @@ class GradientSums:
         numbers = self._numbers
         high, low = divmod(weight, _WEIGHT_UNIT)
         used = [0.0 if p.grad is None else 1.0 for p in self._parameters] if self._buckets else []
-        known = torch.tensor([high, low, flag, 0.0, *used], dtype=numbers.dtype)
+        slots = [0.0] * (self._head - _NUMBERS)
+        slots[told[0] : told[0] + len(told[1])] = told[1]
+        known = torch.tensor([high, low, flag, 0.0, *slots, *used], dtype=numbers.dtype)
         numbers[0] = loss
         numbers[1 : 1 + len(known)] = known
         if extra is not None and self._extras:
@@ -224,6 +242,7 @@ class GradientSums:
         values = self._with_others(values)
         extras = values[len(values) - self._extras :]
         loss_, high_, low_, flags, unfit, *counts = values[: len(values) - self._extras].tolist()
+        slots, counts = counts[: len(slots)], counts[len(slots) :]
         weight = high_ * _WEIGHT_UNIT + low_
         if self._compressing and self._compressed is not None and self._compression is not None:
             unused = self._compression.unused(self._parameters, counts)
@@ -231,7 +250,7 @@ class GradientSums:
             self.stamps += self._compressed.stamps
         if self._buckets:
             self._hand_over(counts)
-        return StepSums(loss_, weight, flags, extras)
+        return StepSums(loss_, weight, flags, extras, slots)
 
     def _with_others(self, values: Tensor) -> Tensor:
         """Adds up the numbers with the workers that have other samples (axis `shard`) or other layers."""
@@ -241,12 +260,12 @@ class GradientSums:
             values = values.clone()
             if index < len(self._beyond) - 1:
                 shared = values[len(values) - self._extras :]
-                shared = torch.cat([values[:_NUMBERS], shared])
+                shared = torch.cat([values[: self._head], shared])
                 group.all_reduce(shared, "the all-reduce of the step's numbers")
-                values[len(values) - self._extras :] = shared[_NUMBERS:]
-                values[:_NUMBERS] = shared[:_NUMBERS]
+                values[len(values) - self._extras :] = shared[self._head :]
+                values[: self._head] = shared[: self._head]
             else:
-                group.all_reduce(values[:_NUMBERS], "the all-reduce of the step's numbers")
+                group.all_reduce(values[: self._head], "the all-reduce of the step's numbers")
         return values
 
     def _cut(self, tail: int) -> None:

@@ -18,6 +18,7 @@ from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
 from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer, schedule
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.balance import Balance
 from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
@@ -27,6 +28,7 @@ from verbund.mesh.gradients import add_up, norm
 from verbund.mesh.groups import Groups
 from verbund.mesh.initial.of_task import first_values, recorded_task
 from verbund.mesh.initial.seeds import seed_everything
+from verbund.mesh.own_seconds import TOLD, OwnSeconds
 from verbund.mesh.passes import Passes
 from verbund.mesh.state import State
 from verbund.mesh.tensor import layers
@@ -38,6 +40,8 @@ from verbund.tables import bare, train_densely
 from verbund.task import Task
 
 Doing = Callable[[str, int], None]
+_PLANNED = 4
+"""Batches that a loader has in its hands besides those that wait."""
 
 
 class Common(Protocol):
@@ -148,18 +152,27 @@ class Replica:
 
         unit = job.train.group if task.couples or (self.statistics and not self._whole_batch) else 1
         self.division = Division(mesh.size("data", "shard"), unit, job.train.micro_batch, Division.passes_of(mesh))
-        """How an island's share of a global batch is divided."""
+        """How an island's share of a global batch is divided, if all workers have even shares."""
+        self._lead = job.data.prefetch * (job.data.loaders + 1) + _PLANNED
+        self._apart = job.data.placement == "island"
+        self.balance = self._balanced()
+        """Who has which samples."""
+        self._busy = OwnSeconds(speaks=mesh.place("tensor", "pipeline") == 0)
         synchronised: batch_statistics.Synchronised | None = None
         if self._whole_batch:
             synchronised = batch_statistics.synchronise(
-                model, lambda tensor: self.groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
+                model,
+                self._busy.blocking(
+                    lambda tensor: self.groups.batch.all_reduce(tensor, "the all-reduce of batch statistics")
+                ),
             )
         self.buffers = batch_statistics.BufferDeltas(model)
         beyond = (groups.shard, groups.model) if mesh.divides_model else ()
         self.compression: GradientCompression | None = None
         if job.strategy.compression.name != "none":
             self.compression = GradientCompression(job.strategy.compression, trained, mesh, job.seed, self.shards)
-        self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression)
+        slots = TOLD * self.balance.workers
+        self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression, slots)
         self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
@@ -208,27 +221,33 @@ class Replica:
         self.state = replace(self.state, mesh=mesh)
         self.division = replace(self.division, workers=mesh.size("data", "shard"))
         self._summing = mesh.peers("islands", "data")
-        self._sums.regroup(groups.data)
+        self.balance = self._balanced()
+        self._sums.regroup(groups.data, TOLD * self.balance.workers)
+
+    def _balanced(self) -> Balance:
+        joint = not self.strategy.exchange.local
+        return Balance(self.mesh, self.division, self.strategy.stragglers, joint, self._lead, self._apart)
 
     def joint(self, sizes: Sequence[int]) -> Sequence[int]:
         """Of the islands' shares of a global batch those whose gradients are added up."""
         mine = self.mesh.island
         return sizes[mine : mine + 1] if self.strategy.exchange.local else sizes
 
-    def plan(self, sizes: Sequence[int]) -> list[tuple[int, int, bool]]:
+    def plan(self, sizes: Sequence[int], step: int) -> list[tuple[int, int, bool]]:
         """This worker's forward passes over its island's share of a global batch: half-open ranges, and whether it only
         takes part, with samples that weigh nothing. Where the passes have collectives all workers have the same number.
 
         Args:
             sizes: the samples of each island's share.
+            step: whose global batch it is.
         """
-        worker = self.mesh.place("data", "shard")
-        mine = [(low, high, False) for low, high in self.division.micro_batches(sizes[self.mesh.island], worker)]
+        worker, division, size = self.mesh.place("data", "shard"), self.balance.inside(step), sizes[self.mesh.island]
         if not self.joins_forward:
-            return mine
-        workers = range(self.division.workers)
-        most = max(len(self.division.micro_batches(size, w)) for size in set(self.joint(sizes)) for w in workers)
-        return mine + [(0, min(self.division.unit, max(sizes)), True)] * (most - len(mine))
+            return [(low, high, False) for low, high in division.micro_batches(size, worker)]
+        islands = [self.mesh.island] if self.strategy.exchange.local else range(self.mesh.islands)
+        most = max(self.balance.inside(step, each).passes_together((sizes[each],)) for each in islands)
+        mine = [(low, high, False) for low, high in division.in_passes(size, worker, most)]
+        return mine + [(0, min(division.unit, max(sizes)), True)] * (most - len(mine))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -248,10 +267,12 @@ class Replica:
         Raises:
             RunFailed: from the user's model or loss, with the samples concerned.
         """
+        self._busy.begin(self.shards.traffic if self.shards is not None else None)
         self.model.train()
         joint = self.joint(sizes)
         size = sum(joint)
-        low, high = self.division.share(sizes[self.mesh.island], self.mesh.place("data", "shard"))
+        place = self.mesh.place("data", "shard")
+        low, high = self.balance.inside(step).share(sizes[self.mesh.island], place)
         leading = len(joint) == 1 or not any(joint[: self.mesh.island])
         self._sums.begin(step, self.loss_scale.scale if self.loss_scale else 1.0)
         self.buffers.begin(first=leading and low == 0 < high)
@@ -262,12 +283,14 @@ class Replica:
         self.doing("computing", step)
         scale = (self.loss_scale.scale if self.loss_scale else 1.0) / max(size, 1)
         clock = time.monotonic_ns
-        loss, weight, start = self._passes.run(batches, count, step, scale, journal)
+        loss, weight, start = self._passes.run(self._busy.reading(batches), count, step, scale, journal)
         self._collect_gradients(step)
         if not self.speaks:
             loss, weight = 0.0, 0.0
         self.doing("all-reduce", step)
-        reduced = self._sums.finish(loss, weight, flag, self.buffers.flat() if self.buffers.size else None)
+        told = (TOLD * self.balance.place, self._busy.end())
+        extra = self.buffers.flat() if self.buffers.size else None
+        reduced = self._sums.finish(loss, weight, flag, extra, told)
         self.doing("computing", step)
         stamps = self._sums.stamps
         journal.add("compute", step, start, stamps[0].blocked if stamps else clock())
@@ -278,9 +301,13 @@ class Replica:
         for index, stamp in enumerate(stamps):
             number = index_among(self._summing, self.mesh.world, index)
             journal.collective(step, number, stamp.arrival, stamp.blocked, stamp.done)
+        journal.share(step, high - low, weight)
         for part in (self.axis, self.shards):
             if part is not None:
                 part.traffic.write(journal, step)
+        shares = self.balance.record(step, sizes, reduced.told[::TOLD])
+        if shares is not None and self.mesh.rank == 0:
+            journal.event("shares", step=step, samples=shares)
         return reduced
 
     def _collect_gradients(self, step: int) -> None:
@@ -298,7 +325,8 @@ class Replica:
         """The global norm of the gradients, over all workers that hold some."""
         if not self.mesh.divides_model:
             return float(torch.nn.utils.get_total_norm(gradients))
-        return norm(self.divided.trained, self.groups.replica)
+        with self._busy.blocked():
+            return norm(self.divided.trained, self.groups.replica)
 
     def update(
         self,
@@ -323,10 +351,22 @@ class Replica:
         Returns:
             False if the step was left out: an overflow in fp16, or samples of no weight.
         """
+        with self._busy.between():
+            return self._updated(step, sizes, sums, total_steps, correct)
+
+    def _updated(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        sums: StepSums,
+        total_steps: int | None,
+        correct: Callable[[], None] | None,
+    ) -> bool:
         length = self._length(sums)
         if self.atomic:
             self._unconcluded = lambda: self._apply(step, sizes, sums, total_steps, length, correct)
-            self.groups.agree("the agreement on a step")
+            with self._busy.blocked():
+                self.groups.agree("the agreement on a step")
             self._unconcluded = None
         return self._apply(step, sizes, sums, total_steps, length, correct)
 
@@ -497,7 +537,7 @@ class Replica:
             "schedule": self.strategy.schedule,
             "ranks": self.mesh.pipeline,
             "chunks": self.strategy.stages_per_worker,
-            "micro_batches": len(self.plan(sizes)),
+            "micro_batches": len(self.plan(sizes, 0)),
         }
 
 

@@ -24,6 +24,8 @@ class Traffic:
     def __init__(self, ranks: Sequence[int], world: int, number: int) -> None:
         self._ranks, self._world, self._number = ranks, world, number
         self._exchanges: list[tuple[int, int, int]] = []
+        self.blocked = 0
+        """Nanoseconds blocked so far."""
 
     @contextmanager
     def timed(self, begun: int | None = None) -> Iterator[None]:
@@ -32,8 +34,10 @@ class Traffic:
         try:
             yield
         finally:
+            end = time.monotonic_ns()
+            self.blocked += end - start
             if len(self._exchanges) < _MOST:
-                self._exchanges.append((start if begun is None else begun, start, time.monotonic_ns()))
+                self._exchanges.append((start if begun is None else begun, start, end))
 
     def write(self, journal: Journal, step: int) -> None:
         """Hands what there was since the last call to the journal."""

@@ -10,6 +10,8 @@ A journal file is JSON lines. The first is the `head` (who writes, on which host
     receives     flat rows [step, stage, micro-batch, blocked, done]: a stage had nothing else to do until the
                  message of a neighbour was there
     steps        rows [step, loss, weight, samples, rate]: written by one process of an island
+    shares       flat rows [step, samples, weight]: what this worker had of a step; weight is 0 where it does not see
+                 the loss
     links        bytes sent and received per peer so far, counted by the kernel; and `shared`, bytes that the process
                  has handed over to collectives through shared memory, which are no network's; and `wire`,
                  those per peer with the headers of all segments, an estimate
@@ -39,15 +41,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SPANS = ("compute", "communicate", "data", "checkpoint", "validate", "start")
+SPANS = ("compute", "communicate", "data", "checkpoint", "validate", "start", "garbage")
+"""`garbage` lies within the others: long pauses of Python's garbage collection."""
 ACTIONS = "FBIW"
 """Forward, backward, backward for the input only, backward for the weights only. They count as compute."""
-THINNED = frozenset(("compute", "communicate", "data"))
+THINNED = frozenset(("compute", "communicate", "data", "garbage"))
 """Kinds of span that come with every step; when a journal is near its limit, only some steps' are kept."""
 PART_BITS = 32
 """The index of a collective of some of the workers only holds, above these bits, how many they are and the lowest rank
 among them: see `index_among`."""
 RANK_BITS = 16
+EXCHANGES = 1 << 21
+"""The numbers of collectives from here on are exchanges between islands that train alone."""
 NEVER = 1 << 62
 """The stride after the last thinning: no step's spans are kept."""
 _CODES = {name: code for code, name in enumerate(SPANS)}
@@ -83,7 +88,7 @@ class Journal:
 
     Recording costs well under a microsecond; encoding and writing happen once a second. Up to half of
     `limit_mb` all is kept. From then on the stride doubles with every further sixteenth: of the kinds in
-    `THINNED`, the collectives, actions and receives only one step in 2, 4, 8, …, 256 is kept, and none from
+    `THINNED`, the collectives, actions, receives and shares only one step in 2, 4, 8, …, 256 is kept, and none from
     `limit_mb` on; an event says so each time. So a run of 64 times the steps that fill the first half is still
     covered to its end. Steps, links, events and the rare kinds are always kept.
 
@@ -116,6 +121,7 @@ class Journal:
         self._actions: list[int] = []
         self._receives: list[int] = []
         self._steps: list[tuple[int, float, float, int, float]] = []
+        self._shares: list[int] = []
         self._lock = threading.RLock()
         self._limit = limit_mb * 1e6
         self._stride = 1
@@ -175,6 +181,16 @@ class Journal:
         """Records one optimiser step of the island: its global loss, weight, samples and learning rate."""
         self._steps.append((step, loss, weight, samples, rate))
 
+    def share(self, step: int, samples: int, weight: float) -> None:
+        """Records what this worker had of a step: so many samples, which weigh that much in the loss."""
+        if step % self._stride == 0:
+            self._shares.extend((step, samples, round(weight) if 0 <= weight < 1 << 53 else 0))
+
+    def garbage(self, start: int, end: int) -> None:
+        """Records a pause for garbage collection, during or after the last recorded step."""
+        if max(self._step, 0) % self._stride == 0:
+            self._spans.extend((_CODES["garbage"], max(self._step, 0), start, end - start))
+
     def event(self, name: str, **fields: Any) -> None:
         """Records something rare and writes it at once. `fields` are JSON values."""
         self._write({"t": "event", "name": name, "at": time.monotonic_ns(), "wall": time.time(), **fields})
@@ -197,6 +213,7 @@ class Journal:
                 ("actions", self._actions),
                 ("receives", self._receives),
                 ("steps", self._steps),
+                ("shares", self._shares),
             ):
                 if count := len(rows):
                     # Steps are few and small, and what a run is told by: they wait for space.

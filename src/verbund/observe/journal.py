@@ -46,6 +46,7 @@ class ProcessJournal:
         actions: shape [actions, 6]: step, kind (an index of `events.ACTIONS`), stage, micro-batch, start, length.
         receives: shape [receives, 5]: step, stage, micro-batch, blocked, done.
         steps: shape [steps, 5]: step, loss, weight, samples, rate.
+        shares: shape [shares, 3]: step, samples, weight.
         thinned: shape [thinnings, 2]: first step, stride. From that step on, of the kinds in `events.THINNED`,
             the collectives, actions and receives, only the steps that the stride divides were kept.
         events: as written, the oldest first; at most `EVENT_LIMIT`.
@@ -83,6 +84,7 @@ class ProcessJournal:
     actions: Ints = field(default_factory=lambda: np.empty((0, 6), np.int64))
     receives: Ints = field(default_factory=lambda: np.empty((0, 5), np.int64))
     steps: Floats = field(default_factory=lambda: np.empty((0, 5), np.float64))
+    shares: Ints = field(default_factory=lambda: np.empty((0, 3), np.int64))
     thinned: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     events: list[dict[str, Any]] = field(default_factory=list)
     links: dict[str, tuple[int, int]] | None = None
@@ -175,8 +177,15 @@ def _floats(rows: list[Any]) -> Floats:
 
 def _read_file(path: Path, file_limit: int, line_limit: int) -> ProcessJournal | None:
     spans, collectives, steps = _Rows(4, np.int64), _Rows(5, np.int64), _Rows(5, np.float64)
-    actions, receives = _Rows(6, np.int64), _Rows(5, np.int64)
-    rows = {"spans": spans, "collectives": collectives, "actions": actions, "receives": receives, "steps": steps}
+    actions, receives, shares = _Rows(6, np.int64), _Rows(5, np.int64), _Rows(3, np.int64)
+    rows = {
+        "spans": spans,
+        "collectives": collectives,
+        "actions": actions,
+        "receives": receives,
+        "steps": steps,
+        "shares": shares,
+    }
     journal: ProcessJournal | None = None
     heard: list[int] = []
     damaged = 0
@@ -210,6 +219,8 @@ def _read_file(path: Path, file_limit: int, line_limit: int) -> ProcessJournal |
     journal.actions, bad_actions = _sound_actions(actions.array())
     journal.receives, bad_receives = _sound_receives(receives.array())
     journal.steps = _sound_steps(steps.array())
+    every_share = shares.array()
+    journal.shares = every_share[(every_share >= 0).all(axis=1)]
     journal.thinned = np.array(thinned, np.int64).reshape(-1, 2)
     journal.damaged = damaged + bad_spans + bad_collectives + bad_actions + bad_receives
     journal.truncated = truncated

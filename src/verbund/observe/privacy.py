@@ -21,5 +21,5 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     ]
     if not found:
         return None
-    _, last = max(found, key=lambda item: item[0])
+    _, last = max(found, key=lambda item: (item[0], item[1]["releases"]))
     return {key: last.get(key) for key in _KEYS}

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from verbund.observe import blocked
+from verbund.observe import blocked, thinning
 from verbund.observe.events import NEVER, SPANS, THINNED
 from verbund.observe.journal import Ints, ProcessJournal
+from verbund.observe.thinning import Eras
 
 KINDS = ("compute", "communicate", "wait", "data", "checkpoint", "validate", "start", "idle")
 PRIORITY = ("wait", "communicate", "checkpoint", "data", "compute", "validate", "start")
@@ -106,18 +107,20 @@ def merge(journals: Sequence[ProcessJournal]) -> Timeline:
     for life in timeline.lives:
         islands[life.journal.generation, life.journal.island].append(life)
     for lives in islands.values():
-        eras = _eras(lives)
+        eras = thinning.eras(life.journal for life in lives)
         timeline.estimated |= len(eras) > 1
         same_host = len({life.journal.host for life in lives}) == 1
         timeline.wait_measured &= same_host
-        kept = [_kept(life.journal.actions, eras) for life in lives]
-        collectives = blocked.in_collectives([_kept(life.journal.collectives, eras) for life in lives], same_host)
-        received = [_kept(life.journal.receives, eras) for life in lives]
+        kept = [thinning.kept(life.journal.actions, eras) for life in lives]
+        collectives = blocked.in_collectives(
+            [thinning.kept(life.journal.collectives, eras) for life in lives], same_host
+        )
+        received = [thinning.kept(life.journal.receives, eras) for life in lives]
         receives = blocked.in_receives(received, kept, same_host)
         for number, (life, actions) in enumerate(zip(lives, kept, strict=True)):
             mine = np.concatenate((collectives[number], receives[number]))
             step, begin, split, done, last = mine.T
-            factor = _factors(step, eras) / 1e9
+            factor = thinning.factors(step, eras) / 1e9
             _charge(caused, lives, last, np.where(last == number, 0.0, (split - begin) * factor))
             timeline.unsplit += float(((done - begin) * factor)[last == blocked.UNKNOWN].sum())
             life.intervals = _intervals(life.journal, actions, mine, eras)
@@ -150,51 +153,16 @@ def _charge(caused: dict[Who, float], lives: list[Life], last: Ints, waited: NDA
         caused[lives[number].who] += seconds
 
 
-# -- journals at their limit ---------------------------------------------------------------------------------
-
-
-def _eras(lives: Iterable[Life]) -> list[tuple[int, int]]:
-    """First step and stride of each stretch of steps of which the island's workers kept the same ones."""
-    found = sorted((int(step), int(stride)) for life in lives for step, stride in life.journal.thinned)
-    eras = [(0, 1)]
-    for step, stride in found:
-        if stride > eras[-1][1]:
-            if step == eras[-1][0]:
-                eras.pop()
-            eras.append((step, stride))
-    return eras
-
-
-def _kept(rows: Ints, eras: list[tuple[int, int]], column: int = 0) -> Ints:
-    """The rows of steps that all workers kept; `column` holds the step."""
-    if len(eras) == 1 and eras[0][1] == 1:
-        return rows
-    kept: Ints = rows[rows[:, column] % _strides(rows[:, column], eras) == 0]
-    return kept
-
-
-def _strides(steps: Ints, eras: list[tuple[int, int]]) -> Ints:
-    table: Ints = np.array(eras, np.int64)
-    strides: Ints = table[np.maximum(np.searchsorted(table[:, 0], steps, side="right") - 1, 0), 1]
-    return strides
-
-
-def _factors(steps: Ints, eras: list[tuple[int, int]]) -> NDArray[np.float64]:
-    """How many steps each kept one stands for."""
-    strides = _strides(steps, eras)
-    return np.where(strides >= NEVER, 0, strides).astype(np.float64)
-
-
 # -- one worker ----------------------------------------------------------------------------------------------
 
 
-def _intervals(journal: ProcessJournal, actions: Ints, held_up: Ints, eras: list[tuple[int, int]]) -> dict[str, Ints]:
+def _intervals(journal: ProcessJournal, actions: Ints, held_up: Ints, eras: Eras) -> dict[str, Ints]:
     step, begin, split, done, _ = held_up.T
     result = {"wait": _solid(np.stack((step, begin, split), axis=1))}
     for code, kind in enumerate(SPANS):
         rows = journal.spans[journal.spans[:, 0] == code]
         if kind in THINNED:
-            rows = _kept(rows, eras, column=1)
+            rows = thinning.kept(rows, eras, column=1)
         result[kind] = _solid(np.stack((rows[:, 1], rows[:, 2], rows[:, 2] + rows[:, 3]), axis=1))
     moving = _solid(np.stack((step, split, done), axis=1))
     result["communicate"] = np.concatenate((result["communicate"], moving))
@@ -207,7 +175,7 @@ def _solid(rows: Ints) -> Ints:
     return rows[rows[:, 2] > rows[:, 1]]
 
 
-def _seconds(life: Life, eras: list[tuple[int, int]]) -> dict[str, float]:
+def _seconds(life: Life, eras: Eras) -> dict[str, float]:
     """Seconds per kind, each moment counted once; what a thinned journal left out is extrapolated."""
     sums = dict.fromkeys(KINDS, 0.0)
     for number, (first, stride) in enumerate(eras):
@@ -232,7 +200,7 @@ def _seconds(life: Life, eras: list[tuple[int, int]]) -> dict[str, float]:
     return sums
 
 
-def _steps(journal: ProcessJournal, eras: list[tuple[int, int]]) -> int:
+def _steps(journal: ProcessJournal, eras: Eras) -> int:
     steps = journal.spans[journal.spans[:, 0] == SPANS.index("compute"), 1]
     kept = np.unique(np.concatenate((steps, journal.actions[:, 0])))
     return len(kept) if len(eras) == 1 else int(kept[-1] - kept[0] + 1)

@@ -76,7 +76,7 @@ def _sentence(
     if kind == "wait" and pipeline and pipeline["bubble"]["measured"] is not None:
         return f"{of} waiting. {_bubble(pipeline)}"
     if kind == "wait":
-        return f"{of} {_waiting(timeline)}"
+        return f"{of} {_waiting(timeline, settings)}"
     if kind == "data":
         return f"{of} waiting for data: {_data_advice(settings)}."
     if kind == "communicate" and share >= _HELD_BY_LINK and network and (full := fullest(network)) is not None:
@@ -96,7 +96,7 @@ def _sentence(
     return f"{of} what no span describes: time between the steps, or a machine shared with others."
 
 
-def _waiting(timeline: Timeline) -> str:
+def _waiting(timeline: Timeline, settings: Mapping[str, Any]) -> str:
     caused = {who: seconds for who, seconds in timeline.caused.items() if seconds > 0}
     total = sum(caused.values())
     many = len(timeline.workers)
@@ -111,7 +111,11 @@ def _waiting(timeline: Timeline) -> str:
             "their threads?"
         )
     mostly = "" if share > 0.95 else f" ({_percent(share)} of it)"
-    return f"waiting for {name(who)}{mostly}{_excess(timeline, who)}."
+    kind, more = _excess(timeline, who)
+    advice = ""
+    if kind == "compute" and _name(_get(settings, "strategy", "stragglers", "none")) == "none":
+        advice = '; with `strategy.stragglers = "rebalance"` it would have fewer samples'
+    return f"waiting for {name(who)}{mostly}{more}{advice}."
 
 
 def _bubble(pipeline: Mapping[str, Any]) -> str:
@@ -139,13 +143,13 @@ def _bubble(pipeline: Mapping[str, Any]) -> str:
     )
 
 
-def _excess(timeline: Timeline, who: Who) -> str:
-    """On what the worker spent more than the others, per 100 steps."""
+def _excess(timeline: Timeline, who: Who) -> tuple[str, str]:
+    """On what the worker spent more than the others, and how much per 100 steps."""
     workers = timeline.workers
     mine = workers[who]
     others = [seconds for other, seconds in workers.items() if other != who and seconds["steps"]]
     if not others or not mine["steps"]:
-        return ""
+        return "", ""
     more = {
         kind: 100 * (mine[kind] / mine["steps"] - sum(o[kind] / o["steps"] for o in others) / len(others))
         for kind in _DOING
@@ -153,8 +157,8 @@ def _excess(timeline: Timeline, who: Who) -> str:
     }
     kind = max(more, key=lambda k: more[k])
     if more[kind] <= 0:
-        return ""
-    return f", which spent {_seconds(more[kind])} more per 100 steps {_DOING[kind]}"
+        return "", ""
+    return kind, f", which spent {_seconds(more[kind])} more per 100 steps {_DOING[kind]}"
 
 
 def _link(link: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from verbund.cluster.external import ExternalCluster
 from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
+from verbund.cluster.ray import RayCluster
 from verbund.cluster.supervisor import Failed, Supervisor
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
@@ -69,9 +70,9 @@ def cluster_of(job: Job) -> Iterator[Cluster]:
     cluster: Cluster
     if job.cluster.kind == "hosts":
         cluster = HostsCluster(job, _made(cache), [Path(job.folder)], _heavy(job), environment)
-    elif job.cluster.kind == "external":
-        shared = [Path(job.folder)]
-        cluster = ExternalCluster(job, _made(cache), shared, _heavy(job), environment, notifier(False))
+    elif job.cluster.kind in ("external", "ray"):
+        kind = RayCluster if job.cluster.kind == "ray" else ExternalCluster
+        cluster = kind(job, _made(cache), [Path(job.folder)], _heavy(job), environment, notifier(False))
     else:
         cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), environment)
     try:

@@ -37,16 +37,18 @@ def join(
     *,
     own: str | None = None,
     within: float = 600.0,
+    grace: float = 0.0,
     quiet: bool = True,
 ) -> Joined:
     """Takes part until the run is over; what is None is taken from the environment (`Place.of`).
 
     Args:
-        address: the command's, `HOST:PORT`.
+        address: the command's, `HOST:PORT`, or the path of the file that tells it.
         secret_file: with the run's secret.
         slots: how many workers this machine takes.
         own: this machine's address for the others.
         within: seconds until the command must be there, and need this machine.
+        grace: seconds for which the first Ctrl-C or SIGTERM does not end it while the run needs this machine.
         quiet: nothing on standard error.
 
     Raises:
@@ -71,10 +73,12 @@ def join(
         raise InputError("a machine that joins takes at least 1 worker", where="--slots")
     if within <= 0:
         raise InputError("must be greater than 0", where="--within")
+    if grace < 0:
+        raise InputError("must not be negative", where="--grace")
     if own is not None:
         _check(own)
-    secret = Secret.read(file)
-    joining.join(address, secret, slots, rank=place.rank, own=own, within=within, tell=notifier(quiet))
+    secret, tell = Secret.read(file), notifier(quiet)
+    joining.join(address, secret, slots, rank=place.rank, own=own, within=within, grace=grace, tell=tell)
     return Joined(address, slots, "the run is over")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from verbund.cluster.worker import Worker
 from verbund.job import Job
 from verbund.observe.events import Journal
+from verbund.observe.garbage import record_pauses
 from verbund.run import Run
 
 
 def journal_of(worker: Worker, run: Run, job: Job) -> Journal:
     """A file of the process's own: by its role, rank, generation, and who had its place before."""
     spec = worker.spec
-    return Journal(
+    journal = Journal(
         run.journal,
         spec.role,
         spec.rank,
@@ -20,3 +21,5 @@ def journal_of(worker: Worker, run: Run, job: Job) -> Journal:
         address=spec.address,
         life=spec.life,
     )
+    record_pauses(journal)
+    return journal

@@ -8,6 +8,7 @@ from verbund.data.samples import Samples
 from verbund.errors import InputError
 from verbund.job import Job
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.balance import Balance
 
 
 class Tickets:
@@ -18,13 +19,15 @@ class Tickets:
         job: global batch, seed, window, and whether islands share the samples.
         mesh: the islands, and which is this one.
         unit: samples that stay together.
+        balance: how islands share each ticket; default: evenly.
 
     Raises:
         InputError: if an island would have no sample of its own.
     """
 
-    def __init__(self, samples: Samples, job: Job, mesh: Mesh, unit: int = 1) -> None:
+    def __init__(self, samples: Samples, job: Job, mesh: Mesh, unit: int = 1, balance: Balance | None = None) -> None:
         self._islands = Division(mesh.islands, unit)
+        self._balance = balance
         self._island = mesh.island
         self._train = job.train
         count, batch = len(samples), job.train.global_batch
@@ -65,8 +68,16 @@ class Tickets:
         """How many samples of a ticket each island has."""
         if self._shared is None:
             return tuple(order.size(ticket) for order in self._own)
-        size = self._shared.size(ticket)
-        shares = (self._islands.share(size, island) for island in range(self._islands.workers))
+        size, islands = self._shared.size(ticket), self._division(ticket)
+        shares = (islands.share(size, island) for island in range(islands.workers))
+        return tuple(high - low for low, high in shares)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The samples that each island has of a whole global batch, if all have even shares."""
+        if self._shared is None:
+            return tuple(order.size(0) for order in self._own)
+        shares = (self._islands.share(self._shared.size(0), island) for island in range(self._islands.workers))
         return tuple(high - low for low, high in shares)
 
     def positions(self, ticket: int) -> Positions:
@@ -74,6 +85,9 @@ class Tickets:
         has none, for passes in which it only takes part."""
         if self._shared is None:
             return self._own[self._island].positions(ticket) + self._rows[self._island]
-        low, high = self._islands.share(self._shared.size(ticket), self._island)
+        low, high = self._division(ticket).share(self._shared.size(ticket), self._island)
         positions = self._shared.positions(ticket)
         return positions[low:high] if low < high else positions
+
+    def _division(self, ticket: int) -> Division:
+        return self._islands if self._balance is None else self._balance.islands(ticket)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from verbund.stage.refill import refills
 from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
+from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
@@ -67,7 +68,7 @@ def work(worker: Worker) -> dict[str, Any]:
         if mirrors is not None:
             mirrors.meet(island.groups, island.mesh.rank)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
-    tickets = Tickets(island.train_set, job, island.mesh, replica.division.unit)
+    tickets = _tickets(island, replica)
     exchange = None
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
@@ -99,6 +100,11 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
     replica.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
     return replica, restore(Path(source), replica) if source else {}
+
+
+def _tickets(island: Island, replica: Replica) -> Tickets:
+    """The tickets as this worker's island shares them by the replica's balance."""
+    return Tickets(island.train_set, island.job, island.mesh, replica.division.unit, replica.balance)
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
@@ -252,7 +258,7 @@ class _Training:
             self._regain(held, lost)
             return True
         self.replica.regroup(self.island.mesh, self.island.groups)
-        self.tickets = Tickets(self.island.train_set, self.job, self.island.mesh, self.replica.division.unit)
+        self.tickets = _tickets(self.island, self.replica)
         return self._catch_up(lost)
 
     def _known(self) -> dict[str, Any]:
@@ -281,6 +287,7 @@ class _Training:
         """Goes on with a replica that is filled from memory, from where all can."""
         self.replica, choice, state = regain(self.worker, self.island, self._mirrors, held)
         self.saver.replica, self._kept = self.replica, None
+        self.tickets = _tickets(self.island, self.replica)
         if choice.step != self.step:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
@@ -327,6 +334,8 @@ class _Training:
         """
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
+        self.replica.balance.begin(self.step, self.tickets.whole)
+        self._slow = SlowWorkers(self.island.mesh, self.exchange is None, self._members(), self.job.strategy.stragglers)
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -350,7 +359,7 @@ class _Training:
             while reason is None:
                 step = self.step
                 sizes = self.tickets.sizes(step)
-                count = len(self.replica.plan(sizes))
+                count = len(self.replica.plan(sizes, step))
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 if self._mirrors is not None:
@@ -361,6 +370,7 @@ class _Training:
                     raise self._diverged(step)
                 self.step += 1
                 self.samples += sum(sizes)
+                self._notice_slow(step, sizes, sums)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
@@ -400,7 +410,7 @@ class _Training:
     def _plan(self) -> Iterator[Item]:
         step = self.step
         while self.total_steps is None or step < self.total_steps:
-            if passes := self.replica.plan(self.tickets.sizes(step)):
+            if passes := self.replica.plan(self.tickets.sizes(step), step):
                 ids = self.island.train_set.ids(self.tickets.positions(step))
                 for low, high, phantom in passes:
                     yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
@@ -468,6 +478,16 @@ class _Training:
             self._reported, self._reported_samples = now, self.samples
         if self.journal.due:
             self._write()
+
+    def _members(self) -> Sequence[int]:
+        """The numbers of the workers, by their place in the mesh."""
+        return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
+
+    def _notice_slow(self, step: int, sizes: tuple[int, ...], sums: StepSums) -> None:
+        """Tells of workers that stay slower than the others."""
+        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
+            for text in self._slow.record(self.replica.balance.counts(step, sizes), sums.told):
+                self.worker.send("note", text=text)
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""

@@ -45,7 +45,7 @@ def work(worker: Worker) -> dict[str, Any]:
     def items() -> Any:
         for step in range(steps):
             ids = island.train_set.ids(tickets.positions(step))
-            for low, high, phantom in replica.plan(tickets.sizes(step)):
+            for low, high, phantom in replica.plan(tickets.sizes(step), step):
                 yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
 
     loader = Loader(island.train_set, items(), transform=augmentation(job, island.task))
@@ -55,7 +55,7 @@ def work(worker: Worker) -> dict[str, Any]:
     try:
         for step in range(steps):
             sizes = tickets.sizes(step)
-            sums = replica.gradients(batches, len(replica.plan(sizes)), step, sizes, 0.0, journal)
+            sums = replica.gradients(batches, len(replica.plan(sizes, step)), step, sizes, 0.0, journal)
             losses.append(sums.loss / sums.weight if sums.weight else math.nan)
             scale = sum(sizes) / sums.weight if sums.weight else 0.0
             gradients = [_scaled(piece, scale) for piece in replica.pieces("gradients")]

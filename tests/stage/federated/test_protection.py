@@ -48,7 +48,7 @@ def test_weights_are_capped_whole_numbers(run_job: RunJob) -> None:
 
 def test_the_simulation_adds_up_what_the_protocol_adds_up() -> None:
     exchange = Exchange.model_validate({"name": "federated", "clients": 6, "secure": {"bits": 12, "max_weight": 9}})
-    protection = Protection(exchange, {"a": (4, 5), "b": (7,)}, 6, seed=0)
+    protection = Protection(exchange, {"a": (4, 5), "b": (7,)}, 6, None, seed=0)
     random = torch.Generator().manual_seed(1)
     sums = protection.begin(0, range(6))
     federation = Federation(6, 27, {"bits": 12, "max_weight": 9})

@@ -32,7 +32,8 @@ class Protection:
     Args:
         exchange: the settings.
         shapes: of what clients contribute, by name.
-        clients: how many there are.
+        cohort: clients of a round; under Poisson sampling their mean.
+        rate: under Poisson sampling the probability with which each client joins a round; else None.
         seed: of a simulation; None: noise and roundings are nobody's to know.
 
     Raises:
@@ -40,13 +41,16 @@ class Protection:
     """
 
     def __init__(
-        self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]], clients: int, seed: int | None
+        self,
+        exchange: Exchange,
+        shapes: Mapping[str, tuple[int, ...]],
+        cohort: int,
+        rate: float | None,
+        seed: int | None,
     ) -> None:
         self.privacy, self.secure = exchange.privacy, exchange.secure
         self._by_samples = exchange.rule.by_samples and exchange.privacy.kind == "none"
-        self._seed, self._cohort = seed, exchange.cohort_size(clients)
-        self.rate = self._cohort / clients if self.privacy.sampling == "poisson" else None
-        """The probability with which each client joins a round, under Poisson sampling."""
+        self._seed, self._cohort, self.rate = seed, cohort, rate
         self.layout = Layout(dict(shapes))
         self.central: CentralPrivacy | None = None
         self.local: LocalPrivacy | None = None

@@ -49,6 +49,8 @@ class RoundJournal:
         """SHA-256 of the newest version."""
         self.rule = ""
         """SHA-256 of the rule's state at the newest version."""
+        self.privacy: dict[str, Any] | None = None
+        """What differential privacy has spent by the newest version, as the aggregator told it."""
         self.metrics: list[Event] = []
         """What clients' evaluations gave that were no part of a round."""
         self.taking_part: set[str] = set()
@@ -107,6 +109,7 @@ class RoundJournal:
     def _apply(self, event: Event) -> None:
         if event["event"] in ("begun", "stepped"):
             self._former, self.current, self.rule = self.current, event["sha256"], event.get("rule", "")
+            self.privacy = event.get("privacy")
         if event["event"] == "begun":
             self.begun = event
         if event["event"] == "metrics":

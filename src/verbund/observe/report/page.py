@@ -19,6 +19,7 @@ from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
 from verbund.observe.report.rounds import rounds
 from verbund.observe.report.servers import servers
+from verbund.observe.report.stragglers import stragglers
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
 from verbund.observe.timeline import Timeline, merge
@@ -71,6 +72,7 @@ def page(
         section("What held this run back", sections.verdict(summary)),
         section("Curves", sections.curves(summary)),
         section("Where the time went", sections.time(summary, timeline)),
+        section("Stragglers", stragglers(summary)),
         section("Pipeline", pipeline(summary, journals)),
         section("Exchange between islands", sections.exchange(summary)),
         section("Parameter servers", servers(summary)),

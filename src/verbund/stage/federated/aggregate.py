@@ -15,7 +15,8 @@ from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import InputError
 from verbund.exchange.federated.content import Content
-from verbund.exchange.federated.rule import Rule
+from verbund.exchange.federated.protection import Protection
+from verbund.exchange.federated.rule import Rule, SumRule
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Refused, Screening, norm
 from verbund.exchange.federated.update import Update
@@ -69,10 +70,10 @@ class Aggregator:
         match order["order"]:
             case "initial":
                 rule = self._rule(self._first)
-                return self._written(self._first, rule)
+                return {**self._written(self._first, rule), **self._spent(self._protection(None))}
             case "load":
                 self._rule(self._version(order["sha256"])[0], order["rule"])
-                return {}
+                return self._spent(self._protection(order["privacy"]))
             case "screen":
                 return self._screened(order)
             case "step":
@@ -138,7 +139,10 @@ class Aggregator:
             refused = {told_of[place]["client"]: why for place, why in outliers.items()}
         if refused:
             return {"refused": refused}
-        after = rule.step(parameters, updates)
+        protection = self._protection(order["privacy"])
+        after = self._protected(protection, order, rule, parameters, updates) if protection else None
+        if after is None:
+            after = rule.step(parameters, updates)
         norms = [norm(update.difference) for update in updates]
         weights = [update.weight for update in updates]
         typical = math.fsum(w * n for w, n in zip(weights, norms, strict=True)) / math.fsum(weights)
@@ -151,11 +155,49 @@ class Aggregator:
         states = {facts["client"]: facts["state"] for facts in told_of if "state" in facts}
         return {
             **self._written(after, rule),
+            **self._spent(protection),
             "loss": total / weight if weight else None,
             "weight": weight,
             "norm": {"mean": math.fsum(norms) / len(norms), "max": max(norms)},
             "agreement": min(norm(mean) / typical, 1.0) if typical else None,
             "metrics": evaluation.merged(self._job, states),
+        }
+
+    def _protection(self, state: dict[str, Any] | None) -> Protection | None:
+        """Differential privacy as it is after what was released so far; None: there is none."""
+        exchange = self._job.strategy.exchange
+        if exchange.privacy.kind == "none":
+            return None
+        shapes = {name: tuple(values.shape) for name, values in self._first.items()}
+        protection = Protection(exchange, shapes, self._clients, None, None)
+        if state is not None:
+            protection.load(state["state"])
+        return protection
+
+    def _protected(
+        self,
+        protection: Protection,
+        order: dict[str, Any],
+        rule: Rule,
+        parameters: dict[str, Tensor],
+        updates: list[Update],
+    ) -> dict[str, Tensor]:
+        assert isinstance(rule, SumRule)
+        sums = protection.begin(order["round"], range(len(updates)))
+        for place, update in enumerate(updates):
+            sums.add(place, rule.contribution(update), update.weight)
+        return rule.apply(parameters, sums.close())
+
+    def _spent(self, protection: Protection | None) -> dict[str, Any]:
+        if protection is None or protection.accountant is None:
+            return {"privacy": None}
+        return {
+            "privacy": {
+                "state": protection.state(),
+                "enough": protection.affords(range(self._clients)),
+                "spent": protection.accountant.summary(),
+                "outlook": protection.outlook(self._job.train.steps or 0),
+            }
         }
 
     def _save(self, digest: str, folder: Path) -> dict[str, Any]:

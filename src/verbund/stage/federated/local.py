@@ -202,7 +202,7 @@ class LocalTraining:
         for step in range(order.steps):
             ids, number = order.step(step), order.ticket(step)
             sizes = (len(ids),)
-            plan = replica.plan(sizes)
+            plan = replica.plan(sizes, number)
             batches = (self._cut(ids, low, high, number) for low, high, _ in plan)
             sums = replica.gradients(batches, len(plan), number, sizes, 0.0, self._journal)
             correct = self._correction(base, proximal, shift, self.trained_in(step, order))

@@ -44,10 +44,17 @@ class Offer:
             fix = 'Set `strategy.exchange = "federated"`'
             raise InputError(f"the exchange is `{job.strategy.exchange.name}`", where="job, strategy.exchange", fix=fix)
         asked = job.strategy.exchange
-        for key, wanted in (("secure", asked.secure is not None), ("privacy", asked.privacy.kind != "none")):
+        privacy = asked.privacy
+        unavailable = {
+            "secure": asked.secure is not None,
+            "privacy.kind": privacy.kind not in ("none", "central"),
+            "privacy.sampling": privacy.sampling != "fixed",
+        }
+        for key, wanted in unavailable.items():
             if wanted:
                 fix = "Leave it out, or simulate with `verbund train`"
-                raise InputError("is not available with real clients", where=f"job, strategy.exchange.{key}", fix=fix)
+                what = "is set to what is not available with real clients"
+                raise InputError(what, where=f"job, strategy.exchange.{key}", fix=fix)
         if asked.rule.name == "fedbuff":
             fix = "Use a synchronous rule, or simulate with `verbund train`"
             what = "`fedbuff` is not available with real clients"
@@ -138,7 +145,7 @@ class Offer:
             "task": self.task_digest,
             "task_at": str(task_at or job.task),
             "secure": False,
-            "epsilon": None,
-            "delta": None,
+            "epsilon": exchange.privacy.budget if exchange.privacy.kind != "none" else None,
+            "delta": exchange.privacy.delta if exchange.privacy.kind != "none" else None,
             "weighted": exchange.rule.by_samples,
         }

@@ -25,6 +25,8 @@ class Recorder:
 
     def __init__(self, run: Run, job: Job, generation: int, history: Iterable[Event]) -> None:
         self._journal = Journal(run.journal, "server", 0, generation, limit_mb=job.observe.journal_mb)
+        self.ended_by = "steps"
+        """What the training ended by, if it has."""
         self._cohort: list[str] = []
         self._updates: dict[str, Event] = {}
         self._refused: dict[str, str] = {}
@@ -52,6 +54,8 @@ class Recorder:
                 self._refused[event["client"]] = event["reason"]
             case "stepped":
                 self._stepped(event)
+            case "ended":
+                self.ended_by = event["why"]
             case "evaluated":
                 self._journal.event("validation", step=event["version"], metrics=event["metrics"])
 
@@ -73,6 +77,8 @@ class Recorder:
                 counts[name] = counts.get(name, 0) + 1
         if event["metrics"]:
             self._journal.event("validation", step=number, metrics=event["metrics"])
+        if event.get("privacy"):
+            self._journal.event("privacy", **event["privacy"]["spent"])
         weights = [update["weight"] for update in used.values()]
         loss = float("nan") if event["loss"] is None else event["loss"]
         self._journal.step(number, loss, event["weight"], int(event["weight"]), 0.0)
@@ -121,7 +127,7 @@ def close_run(
             cause=error.record() if error else None,
             strategy=job.strategy.model_dump(),
             world=len(recorder.participation()),
-            ended_by="steps" if error is None else None,
+            ended_by=recorder.ended_by if error is None else None,
         )
         summary["seconds"] |= {"total": round(seconds, 3)}
         summary["bytes"] |= {

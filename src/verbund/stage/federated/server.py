@@ -93,7 +93,9 @@ class Server:
         else:
             self._notify(f"going on in round {journal.rounds.round}")
             journal.record([])
-            self._aggregator.do({"order": "load", "sha256": journal.current, "rule": journal.rule}, _STEP_SECONDS)
+            load = {"order": "load", "sha256": journal.current, "rule": journal.rule, "privacy": journal.privacy}
+            self._aggregator.do(load, _STEP_SECONDS)
+        self._mind_budget()
         self._since = time.monotonic()
         threading.Thread(target=self._accept, args=(listener,), name="accepting", daemon=True).start()
         while not stopped() and journal.rounds.phase not in (Phase.DONE, Phase.FAILED):
@@ -145,6 +147,7 @@ class Server:
             "sha256": journal.current,
             "rule": journal.rule,
             "round": rounds.round,
+            "privacy": journal.privacy,
             "clients": len(self.desk.clients),
             "updates": [_told_update(update) for update in updates],
         }
@@ -158,6 +161,22 @@ class Server:
                 told = {key: found[key] for key in ("metrics", "loss", "weight", "norm", "agreement")}
                 size = journal.versions.path(journal.current).stat().st_size
                 journal.record(rounds.stepped({**_files(found), **told, "size": size}))
+            self.desk.changed.notify_all()
+        self._mind_budget()
+
+    def _mind_budget(self) -> None:
+        """Ends the training if the next round would exceed the privacy budget."""
+        journal = self.journal
+        privacy = journal.privacy
+        if privacy is None:
+            return
+        if privacy["outlook"] is not None and journal.rounds.version == 0:
+            self._notify(privacy["outlook"])
+        with self.desk.changed:
+            if not privacy["enough"]:
+                journal.record(journal.rounds.end("budget"))
+            if journal.rounds.phase is Phase.DONE:
+                self._notify(f"Privacy: {privacy['spent']['statement']}")
             self.desk.changed.notify_all()
 
     def _last_evaluation(self, stopped: Callable[[], int]) -> None:
@@ -244,7 +263,7 @@ class Server:
 
 
 def _files(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sha256": found["sha256"], "rule": found["rule"]}
+    return {key: found[key] for key in ("sha256", "rule", "privacy")}
 
 
 def _told_update(update: Event) -> dict[str, Any]:

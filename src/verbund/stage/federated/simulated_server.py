@@ -38,7 +38,9 @@ class SimulatedServer:
         self.protection: Protection | None = None
         if exchange.privacy.kind != "none" or exchange.secure is not None:
             shapes = {name: tuple(values.shape) for name, values in self.parameters.items()}
-            self.protection = Protection(exchange, shapes, clients, job.seed)
+            cohort = exchange.cohort_size(clients)
+            rate = cohort / clients if exchange.privacy.sampling == "poisson" else None
+            self.protection = Protection(exchange, shapes, cohort, rate, job.seed)
         self.memories: dict[int, Memory] = {}
 
     def show(self) -> None:

@@ -185,7 +185,7 @@ class _Training:
                 if isinstance(item, Rest):
                     self._rest(item)
                     continue
-                self.journal.add("data", item.ticket, waited, time.monotonic_ns())
+                self.journal.add("communicate", item.ticket, waited, time.monotonic_ns())
                 self._train(item, batches)
         finally:
             self._to_read.put(None)
@@ -233,7 +233,7 @@ class _Training:
 
     def _plan(self) -> Iterator[Item]:
         while (ticket := self._to_read.get()) is not None:
-            if passes := self.replica.plan(self._own(ticket)):
+            if passes := self.replica.plan(self._own(ticket), ticket):
                 ids = self.island.train_set.ids(self.tickets.positions(ticket))
                 for low, high, phantom in passes:
                     yield Item(ticket, np.ascontiguousarray(ids[low:high]), phantom=phantom)
@@ -252,14 +252,14 @@ class _Training:
                 self._pull(least, ticket)
                 taken = self._taken(ticket)
         if taken:
-            for _ in self.replica.plan(sizes):
+            for _ in self.replica.plan(sizes, ticket):
                 next(batches)
             self.staleness.skip()
             self._done(ticket, start)
             return
         self.binding.remember_buffers()
         self.worker.doing("computing", ticket)
-        sums = self.replica.gradients(batches, len(self.replica.plan(sizes)), ticket, sizes, 0.0, self.journal)
+        sums = self.replica.gradients(batches, len(self.replica.plan(sizes, ticket)), ticket, sizes, 0.0, self.journal)
         self.loss = sums.loss / sums.weight if sums.weight else math.nan
         if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
             raise RunFailed(

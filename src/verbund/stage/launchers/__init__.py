@@ -1,0 +1,1 @@
+"""Launchers: scripts and manifests by which a scheduler starts a run over its machines."""

@@ -1,0 +1,79 @@
+"""A server with a privacy budget: it ends when that is spent, and a kill neither forgets nor doubles what was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import MakeJob, wait_for
+from stage.federated.test_kills import CHANGES, NAMES, Federation, nursery
+from verbund.errors import InputError
+from verbund.exchange.federated.policy import Policy
+from verbund.exchange.federated.privacy import Accountant, Event
+from verbund.stage.federated.offer import Offer
+
+__all__ = ["nursery"]
+
+
+def changes(**privacy: Any) -> dict[str, Any]:
+    exchange = {
+        **CHANGES["strategy.exchange"],
+        "rule": {"name": "fedavg", "weights": "uniform"},
+        "privacy": {"kind": "central", "noise": 2.0, **privacy},
+    }
+    return {**CHANGES, "train.steps": 5, "strategy.exchange": exchange}
+
+
+def test_a_budget_survives_kills_and_ends_the_rounds(
+    tmp_path: Path, make_job: MakeJob, nursery: subprocess.Popen[str]
+) -> None:
+    accountant = Accountant(1e-5)
+    accountant.spend(Event(noise=2.0), 2)
+    exact = accountant.spent()
+    storm = Federation(tmp_path / "storm", make_job(changes=changes(budget=exact.epsilon + 1e-6)), nursery)
+    for name in NAMES:
+        storm.start(name)
+    for at in (14, 20):  # of its operations
+        storm.start("server", at)
+        wait_for(lambda: storm.ended("server"), "the end of the server", 60.0)
+        assert storm.result("server") is None, "it was killed"
+    storm.start("server")
+    assert storm.finish()["phase"] == "done"
+    log = storm.folder / "run" / "federated" / "audit.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    stepped = [event for event in events if event["event"] == "stepped"]
+    assert [event["privacy"]["spent"]["releases"] for event in stepped] == [1, 2]
+    assert stepped[-1]["privacy"]["spent"]["epsilon"] == exact.epsilon
+    assert [event["why"] for event in events if event["event"] == "ended"] == ["budget"]
+
+
+def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> None:
+    def problems(policy: Policy, **privacy: Any) -> str:
+        job = make_job(changes=changes(**privacy))
+        return " ".join(str(problem) for problem in policy.job_problems(Offer.of(job).facts(job, None)))
+
+    policy = Policy(tasks=["*"], epsilon=3.0)
+    assert not problems(policy, budget=3.0)
+    assert "budget is ε 4" in problems(policy, budget=4.0)
+    assert "no differential privacy with a budget" in problems(policy)
+    assert "δ 0.01" in problems(policy, budget=3.0, delta=0.01)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key"),
+    [
+        ({"privacy": {"kind": "local"}}, "privacy.kind"),
+        ({"privacy": {"kind": "central", "sampling": "poisson"}}, "privacy.sampling"),
+        ({"secure": {}, "privacy": {"kind": "none"}}, "secure"),
+    ],
+)
+def test_what_real_clients_do_not_do_is_refused(exchange: dict[str, Any], key: str, make_job: MakeJob) -> None:
+    whole = changes()
+    job = make_job(changes={**whole, "strategy.exchange": {**whole["strategy.exchange"], **exchange}})
+    with pytest.raises(InputError, match="not available with real clients") as caught:
+        Offer.of(job)
+    assert str(caught.value).startswith(f"job, strategy.exchange.{key}:")
