@@ -70,7 +70,7 @@ def federation(
     replica = Replica(tasks.load(job, list(columns)), job, Mesh(), Groups.alone(torch.device("cpu")))
     local = LocalTraining(replica, job, samples, None, job.train.steps)
     parts = parts_of(job, samples, None)
-    server = SimulatedServer(job, local, parts.clients)
+    server = SimulatedServer(job, local, parts)
     kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
     rounds = kind(job, server, clients_of(local, parts), parts, replica.groups.island)
     return Federation(job, local, parts, server, rounds)

@@ -97,6 +97,18 @@ def test_resuming_changes_no_bit(rule: Any, run_job: RunJob) -> None:
     assert [e["round"] for e in events(part, "round")] == list(range(6))
 
 
+@pytest.mark.parametrize("rule", ["scaffold", {"name": "fedbuff", "buffer": 2}], ids=str)
+def test_what_clients_keep_is_for_the_same_clients_alone(rule: Any, run_job: RunJob) -> None:
+    how = settings(rule, cohort=5)
+    run = run_job(changes={**how, "train.steps": 3})
+    other = {**how["strategy.exchange"], "partition": {"name": "dirichlet", "alpha": 0.5}}
+    run = launch.resume(run.path, {"strategy.exchange": other, "train.steps": 6})
+    assert any("Clients have other samples than before" in note for note in run.summary["notes"])
+    assert run.summary["steps"] == 6
+    run = launch.resume(run.path, {"strategy.exchange": {**other, "rule": "fedavg"}, "train.steps": 8})
+    assert any("its state, and what clients kept, was dropped" in note for note in run.summary["notes"])
+
+
 def test_a_run_is_validated_predicted_and_goes_on_otherwise(run_job: RunJob, tmp_path: Any) -> None:
     how = {**settings("fedadam", cohort=4), "data.validation_fraction": 0.2, "train.epochs": 2, "train.steps": None}
     run = run_job(changes={**how, "validate.every": "epoch"})

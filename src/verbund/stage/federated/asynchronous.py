@@ -117,10 +117,12 @@ class AsynchronousRounds(Rounds):
 
     def load(self, checkpoint: Checkpoint) -> list[str]:
         """See `Rounds.load`."""
-        known = (checkpoint.state.get("exchange") or {}).get("flight")
+        record = checkpoint.state.get("exchange") or {}
+        known = record.get("flight")
         if known is None:
             return []
-        record = checkpoint.state["exchange"]
+        if record.get("parts") != self._parts.digest:
+            return []  # which is told already
         if len(known) > self._size:
             return ["Fewer clients are under way at a time than before: what they had trained was dropped"]
         self._clock, self._starts = float(record["clock"]), int(record["starts"])

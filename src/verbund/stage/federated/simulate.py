@@ -60,7 +60,7 @@ def work(worker: Worker) -> dict[str, Any]:
     parts = parts_of(job, island.train_set, prepared.train)
     total = worker.settings["total_steps"]
     local = LocalTraining(replica, alone, island.train_set, augmentation(job, island.task), total)
-    server = SimulatedServer(job, local, parts.clients)
+    server = SimulatedServer(job, local, parts)
     dropped: list[str] = []
     if source:
         with Checkpoint.open(Path(source), verify=False) as saved:
