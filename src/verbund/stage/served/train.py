@@ -35,6 +35,7 @@ from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.paces import Paces
 from verbund.stage.recording import journal_of
 from verbund.stage.restore import restore
 from verbund.stage.served import meeting
@@ -147,6 +148,8 @@ class _Training:
         self.client, self.coordination = served.client, served.coordination
         self.saver, self.journal, self.links = saver, journal, links
         self.leads = island.mesh.leads
+        first = island.number * island.mesh.world
+        self._paces = Paces(worker, island.mesh, True, range(first, first + island.mesh.world))
         self.settings = outer.strategy.exchange
         self.divided = self.settings.divided
         islands = outer.strategy.islands if self.divided else 1
@@ -269,6 +272,7 @@ class _Training:
         self.binding.remember_buffers()
         self.worker.doing("computing", ticket)
         sums = self.replica.gradients(batches, len(self.replica.plan(sizes, ticket)), ticket, sizes, 0.0, self.journal)
+        self._paces.record(self.replica.balance.counts(ticket, sizes), sums.told)
         self.loss = sums.loss / sums.weight if sums.weight else math.nan
         if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
             raise RunFailed(
