@@ -10,6 +10,11 @@ from torch import Tensor
 _Share = tuple[Tensor, Tensor | None, float]  # values, rows, scale
 
 
+def scaled(values: Tensor, factor: float, buffer: Tensor | None) -> Tensor:
+    """values · factor, in that memory if there is some; of whole numbers the factor is one too."""
+    return torch.mul(values, factor if values.is_floating_point() else int(factor), out=buffer)
+
+
 class Ticket:
     """What has come of one ticket of one block.
 
@@ -100,11 +105,10 @@ class Ticket:
         return ticket
 
     def _add(self, values: Tensor, scale: float) -> None:
-        factor = scale if values.is_floating_point() else int(scale)
         if self._sum is None:
-            self._sum = torch.mul(values, factor, out=self._buffer)
+            self._sum = scaled(values, scale, self._buffer)
         else:
-            self._sum.add_(values, alpha=factor)
+            self._sum.add_(values, alpha=scale if values.is_floating_point() else int(scale))
 
 
 def _rows_total(shares: list[_Share]) -> tuple[Tensor, Tensor]:

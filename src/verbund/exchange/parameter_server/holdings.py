@@ -16,7 +16,7 @@ from verbund.checkpoint.piece import Piece, dtype_name
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import InputError
 from verbund.exchange.parameter_server import saved
-from verbund.exchange.parameter_server.aggregation import Ticket
+from verbund.exchange.parameter_server.aggregation import Ticket, scaled
 from verbund.exchange.parameter_server.checks import check_head, check_part, wrong_rows
 from verbund.exchange.parameter_server.dense import Dense, Sum
 from verbund.exchange.parameter_server.history import History, compensate
@@ -267,8 +267,7 @@ class Holdings:
 
     def _at_once(self, push: Push, every: list[_Held]) -> list[Outcome]:
         """The bounded and the asynchronous rule: each part is a step."""
-        outcomes, steps = [], []
-        bounded = self.plan.rule.shared
+        outcomes, steps, bounded = [], [], self.plan.rule.shared
         for held, part in zip(every, push.parts, strict=True):
             held.ledger.forget(min(push.low, held.version) if bounded else push.low)
             if not held.ledger.add(push.ticket, push.share):
@@ -288,7 +287,7 @@ class Holdings:
         if part.values is None:
             return None
         if isinstance(held.store, Sum):
-            return _Step(held, _scaled(part.values, push.scale, None), None, push.rate)
+            return _Step(held, scaled(part.values, push.scale, None), None, push.rate)
         if not push.weight:
             return None
         rate = push.rate / max(staleness, 1) if self.plan.rule.staleness_aware else push.rate
@@ -296,7 +295,7 @@ class Holdings:
         factor = push.scale / push.weight
         if factor == 1.0 and held.history is None and self._optimizer.fused:
             return _Step(held, part.values, rows, rate, borrowed=True)
-        gradient = _scaled(part.values, factor, _buffer(held))
+        gradient = scaled(part.values, factor, _buffer(held))
         if held.history is not None:
             now = held.store.values if isinstance(held.store, Dense) else held.store.gather(_given(rows))
             then = held.history.at(part.base, now, rows)
@@ -393,10 +392,6 @@ def _buffer(held: _Held) -> Tensor | None:
     """Memory for a gradient that the block does not need at present: the last one's."""
     buffer, held.buffer = held.buffer, None
     return buffer
-
-
-def _scaled(values: Tensor, factor: float, buffer: Tensor | None) -> Tensor:
-    return torch.mul(values, factor if values.is_floating_point() else int(factor), out=buffer)
 
 
 def _given(rows: Tensor | None) -> Tensor:
