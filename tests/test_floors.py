@@ -28,6 +28,7 @@ LATE = {
     "stage.launch": {"observe.report", "observe.summary", "observe.trace"},
     "stage.attempt": {"observe.report", "observe.summary", "observe.tensorboard"},
     "stage.before": {"observe.tensorboard"},
+    "stage.federated.outcome": {"observe.report", "observe.summary"},
 }
 
 

@@ -291,6 +291,15 @@ class Unrecorded(Journal):
     def collective(self, step: int, index: int, arrival: int, blocked: int, done: int) -> None:
         """Nothing."""
 
+    def action(self, step: int, kind: str, stage: int, micro_batch: int, start: int, end: int) -> None:
+        """Nothing."""
+
+    def received(self, step: int, stage: int, micro_batch: int, blocked: int, done: int) -> None:
+        """Nothing."""
+
+    def share(self, step: int, samples: int, weight: float) -> None:
+        """Nothing."""
+
 
 def _plain(value: Any) -> Any:
     """A value that JSON does not know: numpy's and torch's numbers as Python's, all else as text."""
