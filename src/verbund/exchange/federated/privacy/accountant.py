@@ -148,8 +148,8 @@ class Accountant:
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
-    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound; infinite if there
-    is none below a million."""
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound; infinite if
+    there is none below a million."""
     low, high = 0.0, 1.0
     while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
         low, high = high, high * 2.0
