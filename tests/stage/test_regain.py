@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -163,3 +164,17 @@ def test_who_is_asked_to_end_leaves_what_it_has(make_job: MakeJob, tmp_path: Pat
     wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
     os.kill(workers[0], signal.SIGTERM)
     assert [(each["how"], each["again"]) for each in check(tmp_path, command)] == [("mirrors", 0)]
+
+
+def test_at_the_end(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+    """Killed while the others save or leave: the run ends, with all that there is."""
+    command = start(make_job, tmp_path, "shard=2", **{"train.steps": 30, "validate.every": "end"})
+    workers = by_rank(tmp_path, 2)
+    saves = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: [*saves.glob(".step-00000030*"), *saves.glob("step-00000030")], "the last save", 60)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(workers[1], signal.SIGKILL)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 0, errors
+    summary = Run.open(tmp_path / "run").summary
+    assert (summary["status"], summary["steps"]) == ("done", 30)
