@@ -13,7 +13,8 @@ from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.prepare import Prepared, needed
