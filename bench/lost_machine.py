@@ -1,8 +1,8 @@
 """A machine loses its power while replicas train: how long until the others are told, and until another is a member.
 
-Hosts are network namespaces of this machine (`tests/lab`): one has the command, three join a job for two workers, and the
-link of one that computes is cut and its processes are killed. Needs root. No peer: what others do about it ends the run or
-restarts it from a checkpoint.
+Hosts are network namespaces of this machine (`tests/lab`): one has the command, three join a job for two workers, and
+the link of one that computes is cut and its processes are killed. Needs root. No peer: what others do about it ends the
+run or restarts it from a checkpoint.
 """
 
 from __future__ import annotations
