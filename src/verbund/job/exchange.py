@@ -147,6 +147,14 @@ class Exchange(Section):
         """federated: how many of so many clients train in a round."""
         return self.cohort if isinstance(self.cohort, int) else max(round(self.cohort * clients), 1)
 
+    def asynchronous(self, clients: int) -> bool:
+        """federated: whether a step has fewer updates than clients train at a time."""
+        return self.rule.buffer is not None and self.rule.buffer < self.cohort_size(clients)
+
+    def rounds_per_epoch(self, clients: int) -> int:
+        """federated: rounds in which each of so many clients trains once on average."""
+        return -(-clients // (self.rule.buffer or self.cohort_size(clients)))
+
     @property
     def divided(self) -> bool:
         """parameter_server: whether all islands share each ticket."""
