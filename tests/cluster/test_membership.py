@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -241,6 +242,10 @@ class Member:
         self._until, self._dies_in = until, dies_in
 
     def __call__(self, actor: Actor) -> None:
+        with contextlib.suppress(WireError):  # it is killed, perhaps
+            self._play(actor)
+
+    def _play(self, actor: Actor) -> None:
         rank = actor.spec.rank
         if actor.spec.settings.get("joins"):
             actor.beat("joining")

@@ -164,6 +164,16 @@ class Membership:
     # -- what is to be done ------------------------------------------------------------------------------------------
 
     @property
+    def count(self) -> int:
+        """How many take part."""
+        return len(self.era.members)
+
+    def refusal(self, workers: int) -> str | None:
+        """Why there cannot be so many workers; None if there can."""
+        inside = self.bounds.least <= workers <= self.bounds.most
+        return None if inside else f"it takes {self.bounds.least} to {self.bounds.most} workers"
+
+    @property
     def settled(self) -> bool:
         """Whether all members have met in the newest era."""
         return not self._forced and self._met >= set(self.era.members)

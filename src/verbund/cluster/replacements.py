@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from verbund.cluster.process import ProcessSpec
@@ -48,9 +48,15 @@ class Replacements:
         tell: is told of each replacement: the new specs, and why.
     """
 
-    units: Sequence[Sequence[ProcessSpec]]
+    units: list[list[ProcessSpec]]
     budget: Budget
     tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
+
+    def add(self, unit: list[ProcessSpec]) -> None:
+        """There is one more unit, or one of its name again."""
+        names = {(spec.role, spec.rank) for spec in unit}
+        self.units = [known for known in self.units if not names & {(one.role, one.rank) for one in known}]
+        self.units.append(unit)
 
     def of(self, spec: ProcessSpec, why: str, charged: bool = True) -> list[ProcessSpec] | None:
         """The processes to start in place of the unit of a lost one; None if there is no more to be replaced.

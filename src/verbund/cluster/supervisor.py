@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from verbund.cluster.islands import Islands
 from verbund.cluster.keys import Keys
 from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
@@ -19,6 +20,8 @@ from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
 
+RELEASED = "released"
+"""By what a worker stops whose island goes while the others train."""
 MEETING = "meeting the other workers"
 """What a worker does that has not met its peers."""
 _TICK = 0.2
@@ -97,7 +100,8 @@ class Supervisor:
         replacements: of processes that are lost; None: none is replaced, the others end too.
         membership: of workers that come and go, so that what one comes to in the end is what all come to; None: they
             do not.
-        requests: of other commands, about the members.
+        requests: of other commands, about the members or islands.
+        islands: those of a training with servers that come and go; None: they do not.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Supervisor:
         replacements: Replacements | None = None,
         membership: Membership | None = None,
         requests: Requests | None = None,
+        islands: Islands | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
@@ -120,7 +125,7 @@ class Supervisor:
         self._stop_sent = False
         self._lost = False
         self._replacements = replacements
-        self._membership, self._requests = membership, requests
+        self._membership, self._requests, self._islands = membership, requests, islands
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
@@ -130,6 +135,8 @@ class Supervisor:
         """The process that its machine has asked to end, where all end for that, to begin again."""
         self._ending: float | None = None
         """Until when the others may end by themselves, after a failure."""
+        self._silent_ends = False
+        """Whether somebody was lost since the newest era whose end its peers do not notice, as its machine is gone."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -163,7 +170,7 @@ class Supervisor:
         results = {w.name: w.result or {} for w in self._watched.values() if not w.replaced}
         if self._joint is not None:
             return [self._joint[1]]
-        return [results[spec.role, spec.rank] for spec in specs]
+        return [results.get((spec.role, spec.rank), {}) for spec in specs]
 
     def _start(self, specs: list[ProcessSpec]) -> list[Process]:
         """Starts processes with what all of them are told besides."""
@@ -188,6 +195,7 @@ class Supervisor:
                 self.tell_all("stop")
             self._start_replacements(selector)
             self._change_members(selector)
+            self._change_islands(selector)
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -223,7 +231,10 @@ class Supervisor:
         elif message.kind == "done":
             watched.result = dict(message.fields["result"] or {})
             watched.over = watched.heard
-            if watched.leaves:
+            if self._islands is not None and watched.result.get("stopped_by") == RELEASED:
+                self._islands.ended(watched.process.spec.rank)
+                watched.replaced = True
+            elif watched.leaves:
                 watched.replaced = True
             elif self._joint is None and self._membership is not None and not watched.replaced:
                 self._joint = (watched.heard, watched.result)
@@ -239,7 +250,9 @@ class Supervisor:
             self._leave(watched)
         elif not watched.replaced:  # who was given up on has no say any more
             try:
-                if message.kind == "store":
+                if message.kind == "ready" and self._islands is not None:
+                    self._islands.ready(watched.process.spec.rank)
+                elif message.kind == "store":
                     self._keys.answer(watched.process.connection, message)
                 elif message.kind in ("ready", "met") and self._membership is not None:
                     self._hear_member(watched, message)
@@ -264,6 +277,7 @@ class Supervisor:
                 if ended.lost is not None and not self._cluster.replaced(ended.host):
                     self._fail(None, ended.lost, secondary=False)
                 else:
+                    self._silent_ends |= ended.lost is not None
                     self._lose(watched, ended.lost or self._death(watched, ended))
 
     # -- replacements --------------------------------------------------------------------------------------------
@@ -407,7 +421,8 @@ class Supervisor:
             for watched in self._watched.values():
                 watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
             self._keys.forget(f"era {era.number - 2}")
-            self.tell_all("regroup", era=era.number, members=list(era.members))
+            self.tell_all("regroup", era=era.number, members=list(era.members), cut=self._silent_ends)
+            self._silent_ends = False
         for spec in membership.due():
             try:
                 self._watch(self._start([self._placed(spec)]), selector)
@@ -416,6 +431,35 @@ class Supervisor:
                     _say_spent(error, membership.budget)
                     self._fail(None, error, secondary=False)
                 return
+
+    def _change_islands(self, selector: selectors.BaseSelector) -> None:
+        """Has those islands end that are to go, and starts those that are to come."""
+        islands = self._islands
+        if islands is None:
+            return
+        over = bool(self._failures) or self._stop_sent or self._any_done()
+        if self._requests is not None:
+            self._requests.turn(islands, ending=over)
+        islands.settle()
+        if over or islands.complete:
+            return
+        for watched in self._watched.values():
+            if watched.process.spec.role == "coordinator" and watched.exit is None:
+                self._tell(watched, "islands", count=islands.islands)  # again and again: another may sit there now
+        for unit in islands.due():
+            fresh = [self._placed(replace(spec, life=self._lives_of(spec))) for spec in unit]
+            if self._replacements is not None:
+                self._replacements.add(fresh)
+            self._starting.append(fresh)
+
+    def _any_done(self) -> bool:
+        """Whether a worker has come to the end of the training."""
+        done = [w for w in self._watched.values() if w.result is not None and not w.replaced]
+        return any(not w.process.spec.serves for w in done)
+
+    def _lives_of(self, spec: ProcessSpec) -> int:
+        """How many processes have had its name."""
+        return sum(w.name == (spec.role, spec.rank) for w in self._watched.values())
 
     def _end_latecomers(self) -> None:
         """Ends those that were started when the others were done, and whom they wait for in vain."""

@@ -138,6 +138,11 @@ class Exchange(Section):
         """Whether clients train on what only they have."""
         return self.name == "federated"
 
+    @property
+    def protected(self) -> bool:
+        """federated: whether there is privacy or secure aggregation."""
+        return self.secure is not None or self.privacy.kind != "none"
+
     def cohort_size(self, clients: int) -> int:
         """federated: how many of so many clients train in a round."""
         return self.cohort if isinstance(self.cohort, int) else max(round(self.cohort * clients), 1)

@@ -180,7 +180,7 @@ def exchange_problems(exchange: Exchange) -> list[str]:
 def _protection_problems(exchange: Exchange) -> list[str]:
     """What the server cannot do that has protected sums of differences alone."""
     rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
-    if privacy.kind == "none" and secure is None:
+    if not exchange.protected:
         return []
     problems = privacy_problems(privacy, secure)
     what = "`secure`" if privacy.kind == "none" else f"the privacy `{privacy.kind}`"

@@ -23,6 +23,7 @@ from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Probl
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt
 from verbund.job import Data, Job
+from verbund.stage.federated import packages
 from verbund.stage.processes import with_trace
 
 Notify = Callable[[str], None]
@@ -122,6 +123,7 @@ def prepared_data(job: Job, notify: Notify, known: Path | None = None, *, traini
         from verbund.observe import tensorboard
 
         tensorboard.require()
+    packages.check(job)
     data = _data(job, notify)
     return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
 

@@ -134,7 +134,9 @@ class Island:
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        worker.cut = lambda: island.groups.cut()
+        return island
 
 
 def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
@@ -157,7 +159,11 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
         everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
-        return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        try:
+            return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        except PeerLost:
+            everybody.leave()
+            raise
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)
     island = Group(store, own, mesh.size(*AXES), place, timeout)

@@ -29,13 +29,13 @@ from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
 from verbund.stage.mirrors import Mirrors
+from verbund.stage.paces import Paces
 from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.refill import refills
 from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
-from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
@@ -250,6 +250,8 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
+        if not self._new:
+            self._write()  # what its connections have moved can be read as long as they are there
         held = None
         if refills(self.job):
             held = self._held(lost)
@@ -335,7 +337,7 @@ class _Training:
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
         self.replica.balance.begin(self.step, self.tickets.whole)
-        self._slow = SlowWorkers(self.island.mesh, self.exchange is None, self._members(), self.job.strategy.stragglers)
+        self._paces = Paces(self.worker, self.island.mesh, self.exchange is None, self._members())
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -370,7 +372,7 @@ class _Training:
                     raise self._diverged(step)
                 self.step += 1
                 self.samples += sum(sizes)
-                self._notice_slow(step, sizes, sums)
+                self._paces.record(self.replica.balance.counts(step, sizes), sums.told)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
@@ -482,12 +484,6 @@ class _Training:
     def _members(self) -> Sequence[int]:
         """The numbers of the workers, by their place in the mesh."""
         return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
-
-    def _notice_slow(self, step: int, sizes: tuple[int, ...], sums: StepSums) -> None:
-        """Tells of workers that stay slower than the others."""
-        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
-            for text in self._slow.record(self.replica.balance.counts(step, sizes), sums.told):
-                self.worker.send("note", text=text)
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +15,14 @@ import torch
 
 from exchange.federated.secure.rounds import Federation, Play
 from trained import close
-from verbund.errors import JobError
+from verbund.errors import InputError, JobError
 from verbund.exchange.federated.privacy import Accountant, Event
 from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.secure.fixed_point import FixedPoint
 from verbund.job import Exchange
 from verbund.run import Run
 from verbund.stage import launch
+from verbund.stage.federated import packages
 
 RunJob = Callable[..., Run]
 UNIFORM = {"name": "fedavg", "weights": "uniform"}
@@ -117,6 +122,23 @@ def test_another_privacy_does_not_go_on_from_what_was_spent(run_job: RunJob) -> 
     run = run_job(changes={**settings(privacy={"kind": "central"}), "train.steps": 1})
     with pytest.raises(Exception, match="had the privacy `central` and now has `local`"):
         launch.resume(run.path, {"strategy.exchange.privacy.kind": "local", "train.steps": 2})
+
+
+def test_missing_packages_are_named(make_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(changes=settings(secure={}))
+    packages.check(job)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "cryptography" else found(name))
+    with pytest.raises(InputError, match=r"needs cryptography, which is not installed.*verbund\[federated\]"):
+        packages.check(job)
+    packages.check(make_job(changes=settings()))
+
+
+def test_without_protection_nobody_needs_its_packages(tmp_path: Path) -> None:
+    modules = "simulate, aggregate, island, client, serve"
+    code = f"import sys; from verbund.stage.federated import {modules}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"cryptography", "dp_accounting", "scipy"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

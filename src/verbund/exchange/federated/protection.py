@@ -68,15 +68,15 @@ class Protection:
         if self.secure is not None and self.privacy.kind != "distributed":
             self._round(0, self._cohort, 0)
 
-    @property
-    def needed(self) -> bool:
-        """Whether there is any."""
-        return self.secure is not None or self.privacy.kind != "none"
-
     def weight(self, weight: float) -> int:
         """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
         assert self.secure is not None
         return min(max(round(weight), 1), self.secure.max_weight) if self._by_samples else 1
+
+    @property
+    def known(self) -> list[int]:
+        """Under local privacy: the clients that have sent something."""
+        return list(self._times)
 
     def affords(self, cohort: Sequence[int]) -> bool:
         """Whether a round of these clients stays within the budget."""

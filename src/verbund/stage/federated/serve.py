@@ -20,6 +20,7 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before
+from verbund.stage.federated import packages
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.orders import Orders
 from verbund.stage.federated.outcome import Recorder, close_run
@@ -80,6 +81,7 @@ def serve(
     """
     notify = before.notifier(quiet)
     Offer.of(job)  # refuses what clients could not do
+    packages.check(job)
     terms = terms_of(job)
     run = _run(job, directory)
     enrolment = Enrolment(federation) if federation is not None and certificates is None else None

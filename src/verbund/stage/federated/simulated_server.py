@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.exchange.federated.client_side import Memory
 from verbund.exchange.federated.partition import Parts
-from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Screening
 from verbund.job import Job
 from verbund.stage.federated.local import LocalTraining
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.protection import Protection
 
 _RULE, _CLIENT = "rule/", "client/"
 
@@ -38,7 +40,9 @@ class SimulatedServer:
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
         exchange = job.strategy.exchange
         self.protection: Protection | None = None
-        if exchange.privacy.kind != "none" or exchange.secure is not None:
+        if exchange.protected:
+            from verbund.exchange.federated.protection import Protection  # packages that not everybody has
+
             shapes = {name: tuple(values.shape) for name, values in self.parameters.items()}
             cohort = exchange.cohort_size(clients)
             rate = cohort / clients if exchange.privacy.sampling == "poisson" else None

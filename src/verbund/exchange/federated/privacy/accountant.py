@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import InputError, RunFailed
+from verbund.errors import RunFailed
 from verbund.exchange.federated.privacy.event import Event
 
 if TYPE_CHECKING:
@@ -50,18 +49,11 @@ class Accountant:
         delta: δ.
         budget: the largest ε; None: there is no limit.
         protects: whom, and what is not to be told of them: a sentence's object, for the report.
-
-    Raises:
-        InputError: if the package dp-accounting is not installed.
     """
 
     def __init__(
         self, delta: float, budget: float | None = None, protects: str = "whether one client takes part"
     ) -> None:
-        if find_spec("dp_accounting") is None:  # imported when ε is asked for: that takes a second
-            raise InputError(
-                "differential privacy needs the package dp-accounting", fix="pip install 'verbund[federated]'"
-            )
         self.delta, self.budget, self.protects = delta, budget, protects
         self._events: Counter[Event] = Counter()
 
@@ -151,7 +143,8 @@ class Accountant:
         """Takes up what `state` gave, in place of what was recorded."""
         self._events = Counter()
         for item in state:
-            self._events[Event(**item["event"])] += item["count"]
+            if item["count"]:
+                self._events[Event(**item["event"])] += item["count"]
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:

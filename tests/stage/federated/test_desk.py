@@ -1,0 +1,265 @@
+"""What clients may ask of a server, and what becomes of those that send anything."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import MakeJob, wait_for
+from verbund import task as tasks
+from verbund.comm.wire import Enrolled, Identity, Pinned, listen
+from verbund.errors import InputError, VerbundError
+from verbund.exchange.federated.content import Content
+from verbund.exchange.federated.enrolment import Enrolment, Token
+from verbund.exchange.federated.round import Phase
+from verbund.job import Job, Strategy
+from verbund.mesh.axes import Mesh
+from verbund.mesh.groups import Groups
+from verbund.mesh.replica import Replica
+from verbund.stage.federated.aggregate import Aggregator
+from verbund.stage.federated.files import SHARED, TOLD, packed, unpacked
+from verbund.stage.federated.home import Home
+from verbund.stage.federated.line import Line, enrol
+from verbund.stage.federated.offer import Offer
+from verbund.stage.federated.serve import terms_of
+from verbund.stage.federated.server import Server
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Direct:
+    def __init__(self, do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._do, self._turn = do, threading.Lock()
+
+    def do(self, order: dict[str, Any], timeout: float) -> dict[str, Any]:
+        with self._turn:
+            return self._do(order)
+
+
+@dataclass
+class Held:
+    """A server in threads of this process."""
+
+    job: Job
+    folder: Path
+    address: str
+    enrolment: Enrolment
+    server: Server
+    failures: list[VerbundError]
+
+    def client(self, name: str) -> Line:
+        home = self.folder / name
+        identity = Identity.kept(home / "identity.pem")
+        if name not in self.enrolment.enrolled():
+            secret = self.enrolment.invite(name, {}, 60.0).secret
+            self.enrolment.enrol(name, secret, identity.certificate)
+        return Line(self.address, Pinned(self.enrolment.identity.fingerprint, identity), 20.0)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.server.journal.path.read_text().splitlines()]
+        return [line for line in lines if line["event"] == kind]
+
+
+Hold = Callable[..., Held]
+
+
+@pytest.fixture
+def hold(tmp_path: Path, make_job: MakeJob) -> Iterator[Hold]:
+    """Starts a server for two clients."""
+    started: list[tuple[Held, threading.Thread, Any, list[int]]] = []
+
+    def start(rounds: int = 2, **exchange: Any) -> Held:
+        settings = {"name": "federated", "clients": 2, "round": {"quorum": 1, "lost_after": 5.0, "gather": 20.0}}
+        changes = {
+            "train.steps": rounds,
+            "train.optimizer": {"name": "sgd", "lr": 0.1},
+            "strategy.exchange": {**settings, **exchange},
+        }
+        job = make_job(changes=changes)
+        enrolment = Enrolment(tmp_path / "federation")
+        alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange)})
+        replica = Replica(tasks.load(job), alone, Mesh(), Groups.alone(torch.device("cpu")))
+        aggregator = Aggregator(job, replica, tmp_path / "run" / "federated", 2)
+        listener = listen("tcp:127.0.0.1:0", Enrolled(enrolment.identity, enrolment.known))
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        run = tmp_path / "run"
+        arguments = (terms_of(job), enrolment, Direct(aggregator.do), lambda text: None)
+        server = Server(job, run / "federated", run / "checkpoints", *arguments)
+        address = listener.address.removeprefix("tcp:")
+        held = Held(job, tmp_path, address, enrolment, server, [])
+        stopped = [0]
+
+        def work() -> None:
+            try:
+                server.hold(listener, lambda: stopped[0])
+            except VerbundError as error:
+                held.failures.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        started.append((held, thread, listener, stopped))
+        return held
+
+    yield start
+    for held, thread, listener, stopped in started:
+        stopped[0] = 2
+        thread.join(20.0)
+        held.server.close()
+        listener.close()
+
+
+def asked(line: Line) -> dict[str, Any]:
+    """The task that the server has for a client."""
+    while (task := line.next())["do"] == "wait":
+        pass
+    return task
+
+
+def version(line: Line, task: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    shared, _ = unpacked(line.fetch(task["sha256"], task["size"], Content(folder)), SHARED, TOLD)
+    return shared
+
+
+def send(
+    line: Line, task: dict[str, Any], folder: Path, change: dict[str, torch.Tensor], **facts: Any
+) -> dict[str, Any]:
+    """Sends an update, and says what became of it."""
+    content = Content(folder)
+    digest = content.put(packed(difference=change, aux={}))
+    line.send(digest, content)
+    told = {"weight": 3.0, "local_steps": 2, "sums": {"loss": [1.0, 2.0]}, "bytes": 10, "version": task["version"]}
+    return line.ask("update", {"sha256": digest, "round": task["round"], **told, **facts}).fields
+
+
+def test_two_clients_and_the_weighted_mean(hold: Hold, tmp_path: Path) -> None:
+    held = hold(rounds=1)
+    lines = [held.client(name) for name in ("north", "south")]
+    for line in lines:
+        assert line.join().offer == Offer.of(held.job)
+    tasks_ = [asked(line) for line in lines]
+    before = version(lines[0], tasks_[0], tmp_path / "north")
+    moved = [{name: torch.full_like(values, size) for name, values in before.items()} for size in (1.0, -2.0)]
+    answers = [
+        send(line, task, tmp_path / "content", change, weight=weight)
+        for line, task, change, weight in zip(lines, tasks_, moved, (3.0, 1.0), strict=True)
+    ]
+    assert [answer["counts"] for answer in answers] == [True, True]
+    final = asked(lines[0])
+    assert final["do"] == "evaluate"
+    after = version(lines[0], final, tmp_path / "north")
+    for name, values in before.items():
+        torch.testing.assert_close(after[name], values + (3 * 1.0 + 1 * -2.0) / 4)
+    for line in lines:
+        line.ask("metrics", {"version": 1, "state": None})
+    for line in lines:
+        assert asked(line)["do"] == "end"
+        line.leave()
+    assert held.server.journal.rounds.phase is Phase.DONE
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda change: {name: values * float("nan") for name, values in change.items()}, "no finite numbers"),
+        (lambda change: {name: values.reshape(-1)[:1] for name, values in change.items()}, "has shape"),
+        (lambda change: {"other": torch.ones(2)}, "in its difference"),
+        (lambda change: {}, "in its difference"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_the_round_goes_on(
+    spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], why: str, hold: Hold, tmp_path: Path
+) -> None:
+    held = hold(rounds=1)
+    lines = [held.client(name) for name in ("north", "south")]
+    for line in lines:
+        line.join()
+    tasks_ = [asked(line) for line in lines]
+    change = {name: torch.ones_like(v) for name, v in version(lines[0], tasks_[0], tmp_path / "north").items()}
+    refused = send(lines[0], tasks_[0], tmp_path / "content", spoil(change))
+    assert refused["counts"] is False
+    assert why in refused["why"]
+    assert send(lines[1], tasks_[1], tmp_path / "content", change)["counts"] is True
+    wait_for(lambda: held.events("stepped"), "the step")
+    assert held.events("closed")[0]["clients"] == ["south"]
+    assert why in held.events("failed")[0]["reason"]
+
+
+def test_garbage_is_answered_and_changes_nothing(hold: Hold, tmp_path: Path) -> None:
+    held = hold(rounds=1)
+    line, other = held.client("north"), held.client("south")
+    for each in (line, other):
+        each.join()
+    task = asked(line)
+    part = np.zeros(8, np.uint8)
+    wrong: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("nothing", {}, {}),
+        ("join", {"protocol": 99}, {}),
+        ("get", {"sha256": "../../etc/passwd", "offset": 0}, {}),
+        ("get", {"sha256": held.server.journal.rule, "offset": 0}, {}),  # the rule's state is not for clients
+        ("get", {"sha256": task["sha256"], "offset": -1}, {}),
+        ("put", {"sha256": "x", "size": 8, "offset": 0}, {"part": part}),
+        ("put", {"sha256": "0" * 64, "size": 1 << 50, "offset": 0}, {"part": part}),
+        ("put", {"sha256": "0" * 64, "size": 8, "offset": 0}, {"part": part}),  # not what its name says
+        ("put", {"sha256": "1" * 64, "size": 8, "offset": 0}, {"part": np.zeros(8)}),
+        ("update", {"round": 1}, {}),
+        ("update", {"round": 1, "sha256": "2" * 64, "weight": float(2), "local_steps": 1, "sums": {}}, {}),
+        ("report", {"round": 1, "state": "happy", "reason": ""}, {}),
+        ("metrics", {"version": 0, "state": {"x": "y"}}, {}),
+        ("metrics", {"version": 0, "state": [[[[[[1]]]]]]}, {}),
+    ]
+    for kind, fields, arrays in wrong:
+        with pytest.raises(VerbundError):
+            line.ask(kind, fields, **arrays)
+    for weight in (0.0, -1.0, True, "3", None):
+        with pytest.raises(InputError, match="weight"):
+            send(line, task, tmp_path / "content", {"a": torch.ones(1)}, weight=weight)
+    late = send(line, {**task, "round": 7}, tmp_path / "content", {"a": torch.ones(1)})
+    assert late["counts"] is False
+    assert held.server.journal.rounds.phase is Phase.TRAINING
+    assert not held.server.journal.rounds.updates
+    assert asked(other)["do"] == "train"
+
+
+def test_a_token_is_good_once_and_for_its_server(hold: Hold, tmp_path: Path) -> None:
+    held = hold()
+    token = held.enrolment.invite("west", {"region": "west"}, 60.0)
+    with pytest.raises(InputError, match="pinned"):
+        enrol(held.address, Token("west", "0" * 64, token.secret), Home(tmp_path / "a"), 5.0)
+    enrol(held.address, token, Home(tmp_path / "a"), 20.0)
+    enrol(held.address, token, Home(tmp_path / "a"), 20.0)  # the answer was lost
+    with pytest.raises(InputError, match="was used"):
+        enrol(held.address, token, Home(tmp_path / "b"), 20.0)
+    old = held.enrolment.invite("east", {}, -1.0)
+    with pytest.raises(InputError, match="too old"):
+        enrol(held.address, old, Home(tmp_path / "b"), 20.0)
+    stranger = Line(held.address, Pinned(token.fingerprint), 20.0)
+    for kind in ("join", "next", "get", "update"):
+        with pytest.raises(InputError, match="not enrolled"):
+            stranger.ask(kind, {})
+    assert held.enrolment.labels("west") == {"region": "west"}
+    known = Line(held.address, Pinned(token.fingerprint, Home(tmp_path / "a").identity), 20.0)
+    assert known.join().name == "west"
+    held.enrolment.remove("west")
+    with pytest.raises(InputError):
+        Line(held.address, Pinned(token.fingerprint, Home(tmp_path / "a").identity), 20.0).join()
+
+
+def test_labels_select(hold: Hold) -> None:
+    held = hold(round={"labels": {"region": "north"}, "quorum": 1, "gather": 1.0, "lost_after": 5.0})
+    for name, region in (("near", "north"), ("far", "south")):
+        secret = held.enrolment.invite(name, {"region": region}, 60.0).secret
+        identity = Identity.kept(held.folder / name / "identity.pem")
+        held.enrolment.enrol(name, secret, identity.certificate)
+    near, far = held.client("near"), held.client("far")
+    far.join()
+    near.join()
+    assert asked(near)["do"] == "train"
+    assert held.events("round")[0]["cohort"] == ["near"]
