@@ -143,7 +143,7 @@ class Membership:
 
     def scale(self, workers: int) -> None:
         """From now on there are to be so many workers."""
-        self._tell(f"{workers} workers are asked for", "")
+        self._tell(f"{workers} worker{'s are' if workers != 1 else ' is'} asked for", "")
         self.wanted = workers
         for rank in [rank for rank, why in self._leaving.items() if why == _SURPLUS]:
             del self._leaving[rank]

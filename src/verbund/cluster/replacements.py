@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from verbund.cluster.process import ProcessSpec
+from verbund.errors import ClusterLost
 
 
 @dataclass
@@ -36,6 +37,12 @@ class Budget:
             return False
         self._times.append(time.monotonic())
         return True
+
+    def explain(self, error: ClusterLost) -> None:
+        """Says of a loss that ends a run how many others it had survived."""
+        if self.limit and self.spent:
+            times = f"{self.limit} loss{'es' * (self.limit > 1)}"
+            error.what += f"; {times} within {self.window:g} s had been survived before"
 
 
 @dataclass

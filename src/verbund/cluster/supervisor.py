@@ -5,15 +5,16 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from verbund.cluster.islands import Islands
 from verbund.cluster.keys import Keys
 from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
-from verbund.cluster.replacements import Budget, Replacements
+from verbund.cluster.replacements import Replacements
 from verbund.cluster.requests import Requests
+from verbund.cluster.watched import Failed, Failure, Watched, patience, standing_still
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
@@ -31,62 +32,10 @@ _END_SECONDS = 1.0
 """How long processes get to end when another has failed."""
 _EXIT_SECONDS = 2.0
 """How long the news of a process's end may take."""
-_SUSPENDED_BEATS = 3
-"""Heartbeats after which a process that is known to be stopped counts as lost."""
 _STANDSTILL_SECONDS = 1.0
 """How late a turn of the supervisor's own loop may come before it blames itself."""
 
 Handle = Callable[[Process, Message], None]
-
-
-@dataclass
-class Failure:
-    """One process's end before its work was done."""
-
-    process: str
-    at: float
-    error: VerbundError
-    secondary: bool
-    trace: str | None = None
-
-
-@dataclass
-class _Watched:
-    process: Process
-    heard: float
-    doing: str = "starting"
-    step: int = 0
-    since: float = field(default_factory=time.monotonic)
-    result: dict[str, Any] | None = None
-    exit: Exit | None = None
-    failed: bool = False
-    connected: bool = True
-    beaten: bool = False
-    over: float | None = None
-    """Since when only the news of its exit is missing."""
-    killed: bool = False
-    silence: tuple[ClusterLost, str] | None = None
-    """That it gives no signs of life, and the words in it for what it did at its last one."""
-    replaced: bool = False
-    """Another process takes its place, or none needs to: how it ends does not matter any more."""
-    leaves: bool = False
-    """The next era is without it."""
-
-    @property
-    def name(self) -> tuple[str, int]:
-        return self.process.spec.role, self.process.spec.rank
-
-
-class Failed(Exception):
-    """All failures of a run, the first cause first."""
-
-    def __init__(self, failures: list[Failure]) -> None:
-        super().__init__(str(failures[0].error))
-        self.failures = failures
-
-    @property
-    def error(self) -> VerbundError:
-        return self.failures[0].error
 
 
 class Supervisor:
@@ -118,7 +67,7 @@ class Supervisor:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
-        self._watched: dict[tuple[int, int], _Watched] = {}
+        self._watched: dict[tuple[int, int], Watched] = {}
         self._keys = Keys()
         self._failures: list[Failure] = []
         self._interrupts = interrupts or Interrupts()
@@ -157,7 +106,7 @@ class Supervisor:
         except ClusterLost as error:
             raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
         now = time.monotonic()
-        self._watched = {p.key: _Watched(p, now) for p in processes}
+        self._watched = {p.key: Watched(p, now) for p in processes}
         with selectors.DefaultSelector() as selector:
             selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
             if self._requests is not None:
@@ -214,7 +163,7 @@ class Supervisor:
                         self._kill(watched)
             self._overdue([w for w in waiting if w.exit is None], selector)
 
-    def _receive(self, watched: _Watched, selector: selectors.BaseSelector) -> None:
+    def _receive(self, watched: Watched, selector: selectors.BaseSelector) -> None:
         try:
             message = watched.process.connection.receive(self._limits.lost_after)
         except WireError:
@@ -282,7 +231,7 @@ class Supervisor:
 
     # -- replacements --------------------------------------------------------------------------------------------
 
-    def _lose(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
+    def _lose(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         """A process is lost: its unit is replaced, or the run fails."""
         if not self._matters(watched):
             self._kill(watched)
@@ -308,14 +257,14 @@ class Supervisor:
         self._starting.append(fresh)
 
     def _replacement(
-        self, lost: ProcessSpec, watched: _Watched | None, error: ClusterLost, charged: bool = True
+        self, lost: ProcessSpec, watched: Watched | None, error: ClusterLost, charged: bool = True
     ) -> list[ProcessSpec] | None:
         """The processes that take the place of a lost one's unit; None, and a failure, if there are none any more."""
         budget = self._replacements
         fresh = budget.of(lost, error.what, charged) if budget is not None else None
         if fresh is None:
             if budget is not None:
-                _say_spent(error, budget.budget)
+                budget.budget.explain(error)
             self._fail(watched, error, secondary=False)
             return None
         return [self._placed(spec) for spec in fresh]
@@ -331,7 +280,7 @@ class Supervisor:
         fewest = min(sorted(set(hosts)), key=hosts.count)
         return replace(spec, host=fewest, place=hosts.count(fewest), neighbours=hosts.count(fewest) + 1)
 
-    def _matters(self, watched: _Watched) -> bool:
+    def _matters(self, watched: Watched) -> bool:
         """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""
         return not (watched.replaced or (self._finishing and watched.process.spec.serves))
 
@@ -354,19 +303,19 @@ class Supervisor:
 
     def _watch(self, processes: list[Process], selector: selectors.BaseSelector) -> None:
         for process in processes:
-            watched = self._watched[process.key] = _Watched(process, time.monotonic())
+            watched = self._watched[process.key] = Watched(process, time.monotonic())
             selector.register(process.connection, selectors.EVENT_READ, watched)
             if self._stop_sent:
                 self._tell(watched, "stop")
 
     # -- workers that come and go ----------------------------------------------------------------------------------
 
-    def _only_joins(self, watched: _Watched) -> bool:
+    def _only_joins(self, watched: Watched) -> bool:
         """Whether it is started and has no place yet."""
         membership, rank = self._membership, watched.process.spec.rank
         return membership is not None and not watched.replaced and not membership.is_member(rank)
 
-    def _lose_member(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
+    def _lose_member(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         membership = self._membership
         assert membership is not None
         left, watched.replaced = watched.leaves, True
@@ -375,10 +324,10 @@ class Supervisor:
         # What its peers say of its end is a consequence.
         self._failures = [failure for failure in self._failures if not failure.secondary]
         if not left and not membership.lost(watched.process.spec.rank, error.what, charged):
-            _say_spent(error, membership.budget)
+            membership.budget.explain(error)
             self._fail(watched, error, secondary=False)
 
-    def _leave(self, watched: _Watched) -> None:
+    def _leave(self, watched: Watched) -> None:
         """A process was asked by its machine to end."""
         if self._stop_sent or self._joint is not None or not self._matters(watched) or watched.result is not None:
             return
@@ -392,7 +341,7 @@ class Supervisor:
             self.preempted = watched.process.spec.name
             self.tell_all("stop")
 
-    def _hear_member(self, watched: _Watched, message: Message) -> None:
+    def _hear_member(self, watched: Watched, message: Message) -> None:
         assert self._membership is not None
         rank = watched.process.spec.rank
         if message.kind == "ready":
@@ -428,7 +377,7 @@ class Supervisor:
                 self._watch(self._start([self._placed(spec)]), selector)
             except ClusterLost as error:
                 if not membership.lost(spec.rank, error.what):
-                    _say_spent(error, membership.budget)
+                    membership.budget.explain(error)
                     self._fail(None, error, secondary=False)
                 return
 
@@ -498,7 +447,7 @@ class Supervisor:
     def _ended_by_us(self) -> bool:
         return self._ending is not None or any(not failure.secondary for failure in self._failures)
 
-    def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
+    def _death(self, watched: Watched, ended: Exit) -> ClusterLost:
         fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
         return ClusterLost(f"{watched.process} {ended} while {ended.doing} (step {ended.step})", fix=fix)
 
@@ -512,7 +461,7 @@ class Supervisor:
                 if watched.over is not None:
                     watched.over += late
 
-    def _overdue(self, waiting: list[_Watched], selector: selectors.BaseSelector) -> None:
+    def _overdue(self, waiting: list[Watched], selector: selectors.BaseSelector) -> None:
         """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
         if self._lost or not waiting:
             return
@@ -537,7 +486,7 @@ class Supervisor:
             self._fail(None, error, secondary=False)
         self._all_ended()
 
-    def _kill(self, watched: _Watched) -> None:
+    def _kill(self, watched: Watched) -> None:
         self._cluster.kill(watched.process)
         if not watched.killed:
             watched.killed, watched.over = True, time.monotonic()
@@ -552,44 +501,20 @@ class Supervisor:
         living = [w for w in self._watched.values() if w.exit is None and w.result is None and self._matters(w)]
         for watched in living:
             silent = now - watched.heard
-            if silent > self._patience(watched):
+            if silent > patience(watched, self._limits, self._cluster):
                 last = f"{watched.doing} (step {watched.step})"
                 error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
                 watched.silence = error, last
                 self._lose(watched, error)
                 return
-        # Who serves waits for others, and is done only when they are.
-        late = [w for w in living if now - w.since > self._limits.step_deadline and not w.process.spec.serves]
-        if late:
-            # Those that wait in a collective are not the cause where somebody else has not come to it.
-            culprits = (
-                [w for w in late if w.doing != "all-reduce"] or [w for w in living if w.doing != "all-reduce"] or late
-            )
-            names = ", ".join(
-                f"{w.process.spec.name} ({w.doing}, step {w.step}, for {now - w.since:.0f} s)" for w in culprits
-            )
-            waited = "the others wait for " if len(culprits) < len(living) else ""
-            fix = "If a step may take longer, raise `cluster.step_deadline`"
-            if any(w.doing == "waiting for data" for w in culprits):
-                fix = f"What reads the data hangs: `dataset()`, `augment()`, or the disk. {fix}"
-            self._fail(
-                culprits[0],
-                ClusterLost(f"no progress for {self._limits.step_deadline:.0f} s: {waited}{names}", fix=fix),
-                secondary=False,
-            )
+        if (late := standing_still(living, self._limits.step_deadline)) is not None:
+            culprit, error = late
+            if self._membership is not None and self._only_joins(culprit):
+                self._lose(culprit, error)  # nobody waits for it
+            else:
+                self._fail(culprit, error, secondary=False)
 
-    def _patience(self, watched: _Watched) -> float:
-        """How long a process may give no sign of life, in seconds."""
-        # It gives them from when it has loaded task and data, which may take as long as a step.
-        if not watched.beaten:
-            return self._limits.step_deadline
-        soon = _SUSPENDED_BEATS * self._limits.heartbeat
-        silent = time.monotonic() - watched.heard
-        if soon < silent < self._limits.lost_after and self._cluster.suspended(watched.process):
-            return soon
-        return self._limits.lost_after
-
-    def _fail(self, watched: _Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
+    def _fail(self, watched: Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
         name = watched.process.spec.name if watched else "supervisor"
         self._failures.append(Failure(name, time.monotonic(), error, secondary, trace))
 
@@ -603,15 +528,8 @@ class Supervisor:
             if watched.exit is None:
                 self._tell(watched, kind, **fields)
 
-    def _tell(self, watched: _Watched, kind: str, **fields: Any) -> None:
+    def _tell(self, watched: Watched, kind: str, **fields: Any) -> None:
         try:
             watched.process.connection.send(kind, fields)
         except WireError:
             return  # its exit is on the way
-
-
-def _say_spent(error: ClusterLost, budget: Budget) -> None:
-    """Says of a loss that ends a run how many others it had survived."""
-    if budget.limit and budget.spent:
-        times = f"{budget.limit} loss{'es' * (budget.limit > 1)}"
-        error.what += f"; {times} within {budget.window:g} s had been survived before"

@@ -313,9 +313,13 @@ class Group:
         """Starts sending a contiguous tensor to worker `to`; it must stay as it is until `finish`."""
         return self._started(lambda: self._backend(tensor).send([tensor], to, tag), "a send")
 
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work | None:
+        """Starts receiving what worker `source` sends under `tag`, of this shape and dtype; `finish` waits for it."""
+        return self._started(lambda: self._backend(tensor).recv([tensor], source, tag), "a receive")
+
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> None:
         """Waits for what worker `source` sends under `tag`; shape and dtype must be what was sent."""
-        self.finish(self._started(lambda: self._backend(tensor).recv([tensor], source, tag), "a receive"), what)
+        self.finish(self.start_receive(tensor, source, tag), what)
 
     def _started(self, start: Callable[[], Any], what: str) -> Any:
         try:

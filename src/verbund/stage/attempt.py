@@ -13,7 +13,8 @@ from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.prepare import Prepared, needed
@@ -25,7 +26,7 @@ from verbund.observe.events import Journal, file_name
 from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
-from verbund.stage import continuing, network
+from verbund.stage import continuing, network, refill
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.elastic import bounds, goes_on, unscalable
@@ -61,6 +62,8 @@ def attempt(
     for note in facts.notes:
         journal.event("note", text=note, mesh=True)
         progress.message(note)
+    if (text := refill.note(job)) is not None:
+        warnings = [*(warnings or []), text]
     for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)

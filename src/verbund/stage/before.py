@@ -16,7 +16,8 @@ from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.ray import RayCluster
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem

@@ -47,8 +47,8 @@ def scale(directory: Path | str, workers: int) -> dict[str, Any]:
     if not limits.least <= workers <= limits.most:
         key = "min" if workers < limits.least else "max"
         what = f"{workers} workers are asked for, and this run takes {limits.least} to {limits.most}"
-        fix = f"`cluster.{key}_workers` sets the limit when it is started or resumed"
-        raise InputError(what, where="arguments", fix=fix)
+        limit = f"`cluster.{key}_workers` sets the limit when it is started or resumed"
+        raise InputError(what, where="arguments", fix=limit if workers > 0 else None)
     size = 1 if not job.strategy.exchange.served else job.world // job.strategy.islands
     if workers % size:
         what = f"{workers} workers are asked for, and each island of this run has {size}"

@@ -60,13 +60,11 @@ def work(worker: Worker) -> dict[str, Any]:
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
     mirrors = Mirrors.of(worker, job)
-    refilled = refills(job) and (worker.joins or island.era > 0)
-    if refilled:
-        replica, state = take_place(worker, island, mirrors)
+    refilled = False
+    if refills(job):
+        replica, state, refilled = take_place(worker, island, mirrors, lambda: _begun(worker, island))
     else:
         replica, state = _begun(worker, island)
-        if mirrors is not None:
-            mirrors.meet(island.groups, island.mesh.rank)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = _tickets(island, replica)
     exchange = None
@@ -114,7 +112,7 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
 
 def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
 
 
@@ -219,7 +217,7 @@ class _Training:
             again = True
         elif self._new:
             again = self._regroup(lost)
-        elif self.island.era > 0:  # a worker was lost before all had met
+        elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
             self.replica.check_equal(self.step)
@@ -252,9 +250,7 @@ class _Training:
         self.saver.wait()
         if not self._new:
             self._write()  # what its connections have moved can be read as long as they are there
-        held = None
-        if refills(self.job):
-            held = self._held(lost)
+        held = self._held(lost) if refills(self.job) else None
         self.island.meet_anew(self.worker)
         if held is not None:
             self._regain(held, lost)
@@ -272,6 +268,7 @@ class _Training:
             "seconds": self._elapsed(),
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             "recent": [row for _, row in self._recent],
+            "judged": self.judge.judged,
             **self.judge.state(),
         }
 
@@ -294,8 +291,6 @@ class _Training:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
         self._validated = -1
-        if self.replica.loss_scale is not None:
-            self.replica.loss_scale.load(state["loss_scale"])
         self._tell_regrouped(lost)
         self._record_again(state)
 
@@ -365,7 +360,7 @@ class _Training:
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 if self._mirrors is not None:
-                    self._mirrors.finish()
+                    self._mirrors.finish(step + 1)
                 self.replica.update(step, sizes, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:

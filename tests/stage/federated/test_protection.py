@@ -112,6 +112,12 @@ def test_the_budget_ends_a_run(run_job: RunJob) -> None:
     assert run.summary["privacy"]["epsilon"] <= budget
 
 
+def test_a_budget_for_nothing_is_an_error(run_job: RunJob) -> None:
+    with pytest.raises(InputError, match=r"enough for 0 of 5 rounds. .privacy.noise. of about") as caught:
+        run_job(changes=settings(privacy={"kind": "central", "budget": 0.1}))
+    assert caught.value.exit_status == 2
+
+
 def test_a_value_out_of_range_names_client_and_parameter(run_job: RunJob) -> None:
     with pytest.raises(Exception, match=r"client \d, .*beyond 1e-06") as caught:
         run_job(changes=settings(secure={"range": 1e-6}))
@@ -145,6 +151,7 @@ def test_without_protection_nobody_needs_its_packages(tmp_path: Path) -> None:
     ("exchange", "said"),
     [
         ({"rule": "scaffold", "secure": {}}, "`scaffold` needs more"),
+        ({"cohort": 2, "secure": {}}, "cohort of 2 is less than `secure.minimum`"),
         ({"privacy": "distributed"}, "needs secure aggregation"),
         ({"privacy": {"kind": "central", "sampling": "poisson"}, "secure": {}}, "would tell who came"),
         ({"privacy": "examples"}, "not available in jobs"),

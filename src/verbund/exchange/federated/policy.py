@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from verbund.errors import JobError, Problem
 from verbund.job.problems import problems
-from verbund.job.section import Names, Positive, Section, listed
+from verbund.job.section import Positive, Section, listed
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -30,19 +30,6 @@ def _hours(value: str) -> str:
 
 Tasks = Annotated[list[Annotated[str, AfterValidator(_task)]], BeforeValidator(listed)]
 Hours = Annotated[list[Annotated[str, AfterValidator(_hours)]], BeforeValidator(listed)]
-
-
-class Statistics(Section):
-    """What of the data may be told apart from training."""
-
-    permitted: bool = False
-    """Whether counts, means, variances, histograms and quantiles of columns may be told at all."""
-    columns: Names = ["*"]
-    """Glob patterns of the columns of which they may be told."""
-    minimum_count: Positive = 10
-    """Samples that a number must be about; of fewer nothing is told, also in each bin of a histogram."""
-    noise: Annotated[float, Field(ge=0.0)] = 0.0
-    """Scale of the Laplace noise on each count, in samples; on sums it is scaled by the range that is asked for."""
 
 
 class Policy(Section):
@@ -66,7 +53,6 @@ class Policy(Section):
     """Whether the server may learn how many samples are trained on; else the job must weigh all clients alike."""
     metrics: bool = True
     """Whether sums of metrics over the own validation part may be told."""
-    statistics: Statistics = Statistics()
 
     @staticmethod
     def read(path: Path | None) -> Policy:

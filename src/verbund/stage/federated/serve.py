@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from verbund.cluster.process import Cluster, ProcessSpec
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import Certificates, Enrolled, Listener, listen
 from verbund.errors import InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.enrolment import Enrolment

@@ -72,7 +72,7 @@ class Accountant:
             raise BudgetSpent(
                 f"the next {'release' if count == 1 else f'{count} releases'} would take ε at δ {self.delta:g} beyond "
                 f"the budget of {self.budget:g}; {self.spent().epsilon:.3f} is spent",
-                where="privacy.budget",
+                where="strategy.exchange.privacy.budget",
                 fix="Training ends with what there is; more noise, fewer rounds or a larger budget would let it go on",
             )
         self._events[event] += count
@@ -148,10 +148,13 @@ class Accountant:
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
-    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound."""
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound; infinite if
+    there is none below a million."""
     low, high = 0.0, 1.0
     while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
         low, high = high, high * 2.0
+        if high > 1e6:
+            return math.inf
     while high - low > 0.005 * high:
         middle = (low + high) / 2.0
         enough = _rdp(((Event(noise=middle, rate=rate), releases),), delta) <= epsilon
