@@ -58,9 +58,16 @@ class Content:
         if self.whole(digest):
             return size
         try:
-            return min(self._part(digest, sender).stat().st_size, size)
+            have = self._part(digest, sender).stat().st_size
         except FileNotFoundError:
             return 0
+        if have < size:
+            return have
+        try:  # whoever received the last part was killed before it said so
+            self._finish(digest, sender)
+        except InputError:
+            return 0
+        return size
 
     def append(self, digest: str, size: int, offset: int, part: NDArray[np.uint8], sender: str = "") -> int:
         """Takes a part of a file; with the last one it is checked, synced and there.
