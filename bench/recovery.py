@@ -154,8 +154,8 @@ class Training:
         )
 
     def living(self) -> list[int]:
-        """The pids of workers that compute, or have until a moment ago."""
-        return sorted(pid for path in self._marks.iterdir() if _alive(pid := int(path.name)))
+        """The pids of workers that live and have computed."""
+        return sorted(pid for path in self._marks.iterdir() if _alive(pid := int(path.name)) and self.marks(pid))
 
     def marks(self, pid: int) -> list[float]:
         """When a worker began its steps."""

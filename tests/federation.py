@@ -13,11 +13,11 @@ import torch
 from verbund import task as tasks
 from verbund.data.samples import Ids, Rows, Samples, Source
 from verbund.exchange.federated.partition import Parts
-from verbund.exchange.federated.sampling import sampled
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
+from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.clients import Clients, Resident
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_of
@@ -46,9 +46,7 @@ class Federation:
 
     def play(self, count: int) -> list[Round]:
         """So many rounds from the first one."""
-        size = self.job.strategy.exchange.cohort_size(self.parts.clients)
-        cohorts = [sampled(self.job.seed, number, self.parts.clients, size) for number in range(count)]
-        return [self.rounds.play(number, cohort, 0.0) for number, cohort in enumerate(cohorts)]
+        return [self.rounds.play(number, 0.0) for number in range(count)]
 
 
 def federation(
@@ -72,6 +70,7 @@ def federation(
     replica = Replica(tasks.load(job, list(columns)), job, Mesh(), Groups.alone(torch.device("cpu")))
     local = LocalTraining(replica, job, samples, None, job.train.steps)
     parts = parts_of(job, samples, None)
-    server = SimulatedServer(job, local, parts.clients, True)
-    rounds = Rounds(server, clients_of(local, parts), replica.groups.island)
+    server = SimulatedServer(job, local, parts)
+    kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
+    rounds = kind(job, server, clients_of(local, parts), parts, replica.groups.island)
     return Federation(job, local, parts, server, rounds)

@@ -58,8 +58,10 @@ class VerbundError(Exception):
         return _paragraph(self.where, self.what, self.fix)
 
     def record(self) -> dict[str, Any]:
-        """The error as plain JSON values, for the journal and for crossing a process border."""
-        return {"kind": type(self).__name__, "what": self.what, "where": self.where, "fix": self.fix}
+        """The error as plain JSON values, for the journal and for crossing a process border; what is not declared here
+        counts as what it is derived from."""
+        known = next(kind for kind in type(self).__mro__ if kind.__name__ in _KINDS)
+        return {"kind": known.__name__, "what": self.what, "where": self.where, "fix": self.fix}
 
 
 class RunFailed(VerbundError):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,11 @@ from verbund.cluster.invitation import PORT, address_of
 from verbund.cluster.joining import Place
 from verbund.comm.rendezvous import dial
 from verbund.comm.wire import Connection, Secret, WireError
-from verbund.errors import ClusterLost
+from verbund.errors import ClusterLost, Interrupted
+from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.run import Run
+from verbund.stage import restarts
 
 TORCHRUN = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1", "RANK": "9", "GROUP_RANK": "1"}
 PLACES = [
@@ -59,7 +62,7 @@ def test_same_numbers_and_nothing_is_left(run_job: Callable[..., Run], make_job:
     out, errors = command.communicate(timeout=60)
     assert command.returncode == 0, errors
     for joiner in joiners:
-        assert "the run has started" in ended(joiner, 0)
+        assert "joined: this machine" in ended(joiner, 0)
     assert json.loads(out)["world"] == 3
     run = Run.open(tmp_path / "run")
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
@@ -144,6 +147,23 @@ def test_too_few_slots(make_job: MakeJob, tmp_path: Path) -> None:
     (invited,) = said
     assert invited.startswith("waiting for 3 slots")
     assert f": verbund join {cluster.joins_at} --secret-file {tmp_path}/cache/join/test-" in invited
+
+
+def test_interrupted_while_it_waits_for_machines(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job()
+    run = Run.create(tmp_path / "run", job)
+
+    class Waiting:
+        def settled(self, job: Job) -> Job:
+            signal.raise_signal(signal.SIGINT)
+            return job
+
+    monkeypatch.setattr(restarts, "attempt", lambda *_: pytest.fail("it went on"))
+    nothing: Any = None
+    with Interrupts() as interrupts, pytest.raises(Interrupted, match="while it waited for hosts"):
+        restarts.persistent(Waiting(), run, job, nothing, nothing, None, True, interrupts)  # type: ignore[arg-type]
 
 
 def test_who_is_turned_away(make_job: MakeJob, tmp_path: Path) -> None:

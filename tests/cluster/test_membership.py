@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -17,7 +18,8 @@ from verbund.cluster.membership import Bounds, Membership
 from verbund.cluster.process import ProcessSpec
 from verbund.cluster.replacements import Budget
 from verbund.cluster.requests import Requests
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import WireError
 from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts
@@ -213,11 +215,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
         bounds: Bounds | None = None,
         asks: Callable[[Path], None] | None = None,
         interrupts: Interrupts | None = None,
+        deadline: float = 20.0,
     ) -> tuple[list[dict[str, Any]], StagedCluster]:
         cluster = StagedCluster(parts)
         clusters.append(cluster)
         specs = [ProcessSpec("worker", rank, workers, "x:y", neighbours=workers) for rank in range(workers)]
-        limits = Limits(lost_after=5.0, stop_grace=1.0, step_deadline=20.0)
+        limits = Limits(lost_after=5.0, stop_grace=1.0, step_deadline=deadline)
         membership = Membership(specs, Budget(losses, 60.0), bounds or Bounds(1, 2 * workers))
         asked = Requests(tmp_path / "requests")
         supervisor = Supervisor(cluster, limits, lambda *_: None, interrupts, None, membership, asked)
@@ -241,6 +244,10 @@ class Member:
         self._until, self._dies_in = until, dies_in
 
     def __call__(self, actor: Actor) -> None:
+        with contextlib.suppress(WireError):  # it is killed, perhaps
+            self._play(actor)
+
+    def _play(self, actor: Actor) -> None:
         rank = actor.spec.rank
         if actor.spec.settings.get("joins"):
             actor.beat("joining")
@@ -303,6 +310,21 @@ def test_one_that_cannot_start_is_a_loss_and_not_the_end(run: Run) -> None:
     assert results == [{"era": 2}]
     with pytest.raises(Failed, match=r"worker 1 failed: no memory; 1 loss within 60 s had been survived before"):
         run(parts, losses=1)
+
+
+def test_one_that_does_not_come_to_join_is_replaced(run: Run) -> None:
+    def hangs(actor: Actor) -> None:
+        actor.beat("joining")
+        actor.killed()
+
+    parts: dict[tuple[str, int, int], Part | None] = {
+        ("worker", 0, 0): Member(full(2, 2)),
+        ("worker", 1, 0): Member(full(9, 9), dies_in=0),
+        ("worker", 1, 1): hangs,
+        ("worker", 1, 2): Member(full(2, 2)),
+    }
+    results, _ = run(parts, deadline=0.5)
+    assert results == [{"era": 2}]
 
 
 def test_all_are_lost(run: Run) -> None:

@@ -11,7 +11,8 @@ import pytest
 from cluster.staged import Actor, Part, StagedCluster
 from verbund.cluster.process import ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
@@ -226,6 +227,19 @@ def test_consequences_without_a_cause_end_the_run(run: Run) -> None:
 
     with pytest.raises(Failed, match="the coordinator is gone"):
         run({("worker", 0, 0): consequence, ("worker", 1, 0): wait, ("server", 0, 0): serve})
+
+
+def test_one_that_is_asked_to_end_is_replaced_and_costs_nothing(run: Run) -> None:
+    def asked(actor: Actor) -> None:
+        actor.beat("serving")
+        actor._connection.send("leaving", {})
+        actor.killed()
+
+    for lost in (("worker", 1), ("server", 0)):
+        parts: dict[tuple[str, int, int], Part | None] = {("worker", 0, 0): work, ("worker", 1, 0): work}
+        parts |= {("server", 0, 0): serve, (*lost, 0): asked, (*lost, 1): serve if lost[0] == "server" else work}
+        _, cluster = run(parts, limit=0)
+        assert starts(cluster) == [(f"{lost[0]} {lost[1]}", 1)]
 
 
 def test_one_that_is_silent_is_killed_and_replaced(run: Run) -> None:

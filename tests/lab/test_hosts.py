@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import MLP, MakeJob, losses
+from conftest import MLP, MakeJob, losses, wait_for
 from lab import Lab, missing
 from lab.runs import ENDLESS, VERBUND, ended, start, train, write
 from processes import MARKED, gone
@@ -73,6 +73,38 @@ def test_a_worker_of_another_host_is_killed(lab: Lab, make_job: MakeJob, tmp_pat
     lab.run(1, ["kill", "-9", str(worker)])
     document = ended(command, lab, [0, 1])
     assert f"worker 1 (pid {worker} on {lab.hosts[1]}) was killed by SIGKILL" in document["cause"]["what"]
+
+
+def test_workers_of_both_hosts_are_killed_and_replaced(
+    lab: Lab, make_job: MakeJob, tmp_path: Path, shared_cluster: object
+) -> None:
+    """Those of the other host hear of it from nobody but the supervisor: what they wait in is between hosts."""
+    changes = {"strategy.mesh": {"data": 4}, "cluster.replacements": 9, "cluster.threads": 1}
+    write(lab, make_job, tmp_path, {**ENDLESS, **changes}, MARKED)
+    command = start(lab, tmp_path)
+    dead: list[int] = []
+
+    def computing() -> list[int]:
+        now = time.time()
+        marks = [tmp_path / f"pid-{pid}" for host in range(2) for pid in lab.pids(host) if pid not in dead]
+        fresh = [int(mark.name[4:]) for mark in marks if mark.exists() and now - mark.stat().st_mtime < 1.0]
+        return fresh if len(fresh) == 4 else []
+
+    for host, number in ((1, 0), (0, 1), (1, 1)):
+        fresh = wait_for(computing, "four workers", 60)
+        workers = [pid for pid in sorted(lab.pids(host)) if pid in fresh]
+        dead.append(workers[number % len(workers)])
+        lab.run(host, ["kill", "-9", str(dead[-1])])
+    wait_for(computing, "four workers", 60)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+    run = Run.open(tmp_path / "run")
+    assert len(run.summary["membership"]["replacements"]) == 3
+    found = losses(run)
+    assert run.summary["steps"] == len(found)
+    alone = launch.train(make_job(MLP, {"train.steps": len(found)}), tmp_path / "alone")
+    assert found == pytest.approx(losses(alone), rel=1e-5)
 
 
 def test_interrupted_over_hosts_and_resumed_on_one(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:

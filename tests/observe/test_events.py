@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verbund.observe.events import NEVER, Journal
+from verbund.observe.events import NEVER, Journal, Unrecorded
 from verbund.observe.journal import read
 
 
@@ -182,3 +182,13 @@ def _is_json(line: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def test_what_records_nothing_takes_all_that_a_journal_takes() -> None:
+    public = {name for name in vars(Journal) if not name.startswith("_")} - {"span"}  # which calls `add`
+    assert public <= vars(Unrecorded).keys()
+    silent = Unrecorded()
+    with silent.span("compute", 3):
+        silent.share(3, 1, 1.0)
+    silent.close()
+    assert not silent.due

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import write_run
 
+from verbund.observe.events import Unrecorded
 from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.summary import summarise
 
@@ -172,3 +173,12 @@ def test_journals_come_by_generation_and_rank(tmp_path: Path) -> None:
     write_run(tmp_path, generation=1, workers=3, steps=1)
     order = [(j.generation, j.rank) for j in read(tmp_path / "journal")]
     assert order == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_what_is_not_recorded_takes_all_that_a_step_records() -> None:
+    unrecorded = Unrecorded()
+    unrecorded.add("compute", 0, 1, 2)
+    unrecorded.collective(0, 0, 1, 2, 3)
+    unrecorded.action(0, "forward", 0, 0, 1, 2)
+    unrecorded.received(0, 0, 0, 1, 2)
+    unrecorded.share(0, 4, 4.0)

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runs import MS, write_pipeline, write_run
 
 from verbund.observe.events import EXCHANGES, SPANS, Journal
 from verbund.observe.garbage import record_pauses
-from verbund.observe.journal import read
+from verbund.observe.journal import ProcessJournal, read
 from verbund.observe.report.stragglers import stragglers as section
 from verbund.observe.stragglers import measure
 from verbund.observe.summary import summarise
@@ -71,6 +74,48 @@ def found(folder: Path, settings: Mapping[str, Any] | None = None, **more: Any) 
     result = measure(merge(read(folder / "journal")), settings or {}, **more)
     assert result is not None
     return result
+
+
+kinds = ("compute", "data", "garbage", "communicate", "validate")
+span = st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(0, 40), st.integers(0, 12))
+
+
+@given(st.lists(st.lists(span, max_size=7), min_size=2, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_what_is_lost_is_what_a_plain_account_says(workers: list[list[tuple[str, int, int, int]]]) -> None:
+    """Millisecond by millisecond: a moment of a step is its worker's own if it computes or reads then and nothing else
+    that the worker records says that it was blocked; reading comes before computing."""
+    journals = []
+    for rank, spans in enumerate(workers):
+        journal = ProcessJournal(Path("x"), "worker", rank, 1, host="h")
+        rows = [[SPANS.index(kind), step, start * MS, length * MS] for kind, step, start, length in spans]
+        journal.spans = np.array(rows, np.int64).reshape(-1, 4)
+        journal.begin, journal.end = 0, 60 * MS
+        journals.append(journal)
+    own: dict[int, dict[int, int]] = {}
+    for rank, spans in enumerate(workers):
+        blocked: set[int] = set()
+        for kind, _, start, length in spans:
+            if kind in ("communicate", "validate"):
+                blocked |= set(range(start, start + length))
+        pauses = {m for kind, _, start, length in spans if kind == "garbage" for m in range(start, start + length)}
+        reading = {m for kind, _, start, length in spans if kind == "data" for m in range(start, start + length)}
+        for step in {step for kind, step, _, length in spans if kind in ("compute", "data") and length}:
+            mine = 0
+            for kind, at, start, length in spans:
+                moments = set(range(start, start + length)) - blocked - pauses
+                if at == step and kind in ("compute", "data"):
+                    mine += len(moments - (reading if kind == "compute" else set()))
+            own.setdefault(step, {})[rank] = mine
+    expected = 0
+    for took in own.values():
+        if len(took) > 1:
+            expected += max(took.values()) - sorted(took.values())[(len(took) - 1) // 2]
+    result = measure(merge(journals), {})
+    if any(kind == "garbage" for spans in workers for kind, *_ in spans):
+        assert result is None or result["lost_seconds"] >= 0  # which step a pause belongs to is told by its beginning
+    else:
+        assert (result or {"lost_seconds": 0})["lost_seconds"] == pytest.approx(expected / 1e3, abs=1e-6)
 
 
 def test_a_slow_worker(tmp_path: Path) -> None:

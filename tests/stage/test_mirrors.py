@@ -14,12 +14,14 @@ import torch
 
 from comm import members
 from verbund.comm.collectives import Group
+from verbund.comm.peer_lost import PeerLost
 from verbund.comm.shared_memory import arena, identity
 from verbund.comm.shared_memory.arena import Lives
 from verbund.comm.shared_memory.identity import Unavailable
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.state import Tensors
+from verbund.stage.mirror_transfer import keepers
 from verbund.stage.mirrors import Mirrors, unpacked
 
 EVERY = 3
@@ -71,7 +73,7 @@ def mirrored(group: Group, tell: Any) -> list[int]:
 def test_whenever_it_is_killed_one_is_whole(tmp_path: Path) -> None:
     draw = random.Random(3)
     counts = set()
-    for _ in range(3):
+    for _ in range(2):
         all_ = members.start(tmp_path, 2, mirrored)
         try:
             killed = [member.result() for member in all_][1]
@@ -89,6 +91,56 @@ def test_whenever_it_is_killed_one_is_whole(tmp_path: Path) -> None:
     assert counts <= {1, 2}
 
 
+def over_hosts(group: Group, tell: Any) -> dict[int, list[int]]:
+    """All mirror and agree as in a training, until one is lost; what those that are left can read then."""
+    groups = Groups.of(Mesh(group.rank, shard=3), group)
+    mirrors = Mirrors(EVERY, tell)
+    mirrors.meet(groups, group.rank)
+    tell(os.getpid())
+    step = 0
+    try:
+        while True:
+            mirrors.finish(step + 1)
+            groups.agree("the agreement")
+            step += 1
+            if mirrors.due(step):
+                mirrors.take(step, {"samples": step * 7}, trained(group.rank, step))
+    except PeerLost:
+        groups.leave()
+    found = mirrors.steps()
+    for owner, steps in found.items():
+        for each in steps:
+            state, tensors = unpacked(mirrors.read(owner, each))
+            assert state == {"samples": each * 7}
+            assert same(tensors, trained(owner, each)), (owner, each)
+    return found
+
+
+def test_who_is_alone_on_its_host_has_them_on_another(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    for lost in (2, 0):
+        all_ = members.start(tmp_path, 3, over_hosts, hosts=["a", "a", "b"], timeout=60.0)
+        try:
+            started = [member.result() for member in all_]
+            time.sleep(0.4 + draw.random() * 0.05)
+            os.kill(started[lost], signal.SIGKILL)
+            left = [all_[rank].result(10.0) for rank in range(3) if rank != lost]
+            common = [set().union(*(found.get(owner, []) for found in left)) for owner in range(3)]
+            assert common[0] & common[1] & common[2], left
+        finally:
+            for member in all_:
+                member.process.kill()
+                member.process.join()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [("aa", {}), ("ab", {0: 1, 1: 0}), ("aab", {2: 0}), ("abb", {0: 1}), ("abc", {0: 1, 1: 2, 2: 0}), ("a", {})],
+)
+def test_who_keeps_whose(hosts: str, found: dict[int, int]) -> None:
+    assert keepers(hosts) == found
+
+
 def alone(note: Any) -> Mirrors:
     mirrors = Mirrors(EVERY, note)
     mirrors.meet(Groups.alone(torch.device("cpu")), 0)
@@ -104,7 +156,6 @@ def test_all_go_back_to_a_step(one_thread: None) -> None:
     assert mirrors.steps() == {0: [9, 12]}
     mirrors.back_to(9)
     assert mirrors.steps() == {0: [9]}
-    mirrors.take(9, {}, trained(0, 9, 1000))  # is there
     mirrors.take(12, {"again": True}, trained(0, 12, 1000))
     mirrors.finish()
     assert mirrors.steps() == {0: [9, 12]}
@@ -119,7 +170,6 @@ def test_no_mirrors_are_told_and_harmless(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(identity, "host", refused)
     notes: list[str] = []
     mirrors = alone(notes.append)
-    assert not mirrors.due(EVERY)
     mirrors.take(EVERY, {}, trained(0, EVERY, 100))
     mirrors.finish()
     assert mirrors.steps() == {}

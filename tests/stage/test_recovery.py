@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import MakeJob, losses, wait_for
-from processes import gone, pids, start_command, write_job
+from processes import alive, gone, pids, start_command, write_job
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -80,18 +80,43 @@ def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Pat
     _check(tmp_path, command, 3)
 
 
-def test_again_and_again(make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_kills(make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_cluster: Any) -> None:
+    """Single ones, two at once, and while the others recover; what is left of former eras is given back."""
     choose = random.Random(1)
-    monkeypatch.setenv("SLOW", "0.05")
-    write_job(make_job, tmp_path, SETTINGS)
+    monkeypatch.setenv("SLOW", "0.003")
+    write_job(
+        make_job, tmp_path, {**SETTINGS, "strategy.mesh": {"data": 4}, "train.steps": 10**6, "validate.every": 50}
+    )
     command = start_command(tmp_path)
-    at = 5
-    for _ in range(4):
-        wait_for(lambda beyond=at: _step(tmp_path) > beyond, "more steps", 60)
-        os.kill(choose.choice(pids(tmp_path, 3, 60)), signal.SIGKILL)
-        at = _step(tmp_path) + choose.randrange(5)
-    monkeypatch.setenv("SLOW", "0")
-    _check(tmp_path, command, 4)
+    keeper, descriptors = pids(tmp_path, 4, 60)[0], []
+    dead: list[int] = []
+    for kills in (1, 2, 1, 1, 2, 1, 1, 1):
+        living = wait_for(lambda: _computing(tmp_path, 4, dead), "four workers", 60)
+        descriptors.append(len(os.listdir(f"/proc/{keeper}/fd")))
+        for victim in choose.sample([pid for pid in living if pid != keeper], kills):
+            os.kill(victim, signal.SIGKILL)
+            dead.append(victim)
+            time.sleep(choose.choice([0.0, 0.05]))  # within the recovery of the others
+    wait_for(lambda: _computing(tmp_path, 4, dead), "four workers", 60)
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+    assert errors.count("another process takes its place") == 10
+    assert max(descriptors[2:]) - descriptors[1] < 5
+    run = Run.open(tmp_path / "run")
+    found = losses(run)
+    assert [step for step, _ in run.summary["loss"]["curve"]] == list(range(run.summary["steps"]))
+    assert run.summary["membership"]["steps_redone"] == 0
+    job = type(run.job).build(run.job.resolved(), {"train.steps": len(found)}, source="", folder=tmp_path)
+    assert found == pytest.approx(losses(launch.train(job, tmp_path / "undisturbed")), rel=1e-5)
+
+
+def _computing(folder: Path, count: int, dead: list[int]) -> list[int]:
+    """The pids, if so many workers have computed in the last moment and none of them is dead."""
+    found = [path for path in folder.glob("pid-*") if int(path.name[4:]) not in dead and alive(int(path.name[4:]))]
+    now = time.time()
+    fresh = [int(path.name[4:]) for path in found if now - path.stat().st_mtime < 1.0]
+    return sorted(fresh) if len(fresh) == len(found) == count else []
 
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.05, 0.1])
@@ -112,13 +137,15 @@ def test_at_the_end(after: float, make_job: MakeJob, tmp_path: Path) -> None:
 
 
 def test_one_is_stopped(make_job: MakeJob, tmp_path: Path) -> None:
-    write_job(make_job, tmp_path, {**SETTINGS, "cluster.lost_after": 1.0})
+    """The kernel says that it is, so nobody waits for it as long as for one that may be busy (30 s)."""
+    write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
     stopped = pids(tmp_path, 3, 60)[1]
     wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
     os.kill(stopped, signal.SIGSTOP)
     _check(tmp_path, command, 1)
     assert gone([stopped], 1)
+    assert Run.open(tmp_path / "run").summary["membership"]["seconds_lost"] < 15
 
 
 def test_all_are_lost(make_job: MakeJob, tmp_path: Path) -> None:

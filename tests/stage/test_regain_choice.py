@@ -36,7 +36,7 @@ def test_nobody_has_taken_the_step_that_all_were_about_to() -> None:
 
 
 def test_both_holders_of_a_part_are_lost() -> None:
-    with pytest.raises(ClusterLost, match=r"what worker 1, 3 held is in nobody's memory"):
+    with pytest.raises(ClusterLost, match=r"what workers 1, 3 held is in nobody's memory"):
         choose([at(6), Standing(), at(6), Standing()], MESH)
     with pytest.raises(ClusterLost, match="all workers were lost"):
         choose([Standing()] * 4, MESH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ from verbund.cluster.local import LocalCluster
 from verbund.errors import InputError
 from verbund.job import parse_strategy
 from verbund.stage import before, launch
+from verbund.stage.served import verified as served
+from verbund.stage.verify import verify
 
 TWO = "islands=2,exchange=parameter_server"
 
@@ -91,15 +94,45 @@ def test_validation_and_prediction_without_servers_are_those_of_the_run(
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 203
 
 
-def test_verify_says_that_it_leaves_servers_out(command: Command, make_job: MakeJob, tmp_path: Path) -> None:
-    make_job()
-    document = """
+VERIFIED = """
 task = "task.py"
 data = { train = "data.npz", input = "x", target = "y", cache = "cache" }
 train = { objective = "cross_entropy", global_batch = 37, steps = 5 }
 """
-    (tmp_path / "job.toml").write_text(document)
-    ended = command("verify", "job.toml", "--strategy", TWO)
+
+
+def test_verify_starts_servers(command: Command, make_job: MakeJob, tmp_path: Path) -> None:
+    make_job()
+    (tmp_path / "job.toml").write_text(VERIFIED)
+    strategy = "islands=2,data=2,exchange=parameter_server,exchange.servers=2"
+    ended = command("verify", "job.toml", "--strategy", strategy, "--json")
+    assert ended.status == 0, ended.err
+    found = json.loads(ended.out)
+    assert len(found["losses"][0]) == len(found["losses"][1]) == 3
+    assert set(found["differences"]) == {"loss", "parameters", "buffers"}
+    assert found["differences"]["parameters"]["difference"] < 1e-5
+    assert found["left_out"] == ["servers keep no gradients: losses and parameters were compared"]
+
+
+def test_verify_finds_servers_that_step_otherwise(
+    make_job: MakeJob, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a share had been taken with twice its weight: another rate on one side."""
+    job = make_job(changes={**parse_strategy(TWO), "train.optimizer": {"name": "sgd", "lr": 0.1}})
+    former = served.settings
+    monkeypatch.setattr(
+        served, "settings", lambda steps: {**former(steps), "train.optimizer": {"name": "sgd", "lr": 0.1001}}
+    )
+    found = verify(job)
+    assert not found["passed"]
+    assert found["differences"]["parameters"]["difference"] > 1e-4
+
+
+@pytest.mark.parametrize("consistency", ["bounded_staleness", "asynchronous"])
+def test_verify_says_what_it_leaves_out(consistency: str, command: Command, make_job: MakeJob, tmp_path: Path) -> None:
+    make_job()
+    (tmp_path / "job.toml").write_text(VERIFIED)
+    ended = command("verify", "job.toml", "--strategy", f"{TWO},exchange.consistency={consistency}")
     assert ended.status == 0, ended.err
     assert "no servers were started" in ended.out + ended.err
 

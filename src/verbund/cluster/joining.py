@@ -154,7 +154,7 @@ class _Joiner:
                 why = str(error)
                 time.sleep(_PAUSE)
                 continue
-            self._tell(f"joined {self._target}; waiting until the run starts")
+            self._tell(f"reached {self._target}; waiting until it answers")
             offer = Offer(own or _source(self._target), slots, rank, host.versions())
             try:
                 connection.send("offer", offer.record())
@@ -198,7 +198,7 @@ class _Joiner:
         """Starts the warm server, and stays until it is of no more use."""
         adopt_orphans()
         warm = self._started(asked)
-        self._tell("the run has started")
+        self._tell("joined: this machine is ready as soon as it has loaded what the job needs")
         try:
             while True:
                 readable = select.select([connection], [], [], _TURN)[0]

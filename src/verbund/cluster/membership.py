@@ -143,7 +143,7 @@ class Membership:
 
     def scale(self, workers: int) -> None:
         """From now on there are to be so many workers."""
-        self._tell(f"{workers} workers are asked for", "")
+        self._tell(f"{workers} worker{'s are' if workers != 1 else ' is'} asked for", "")
         self.wanted = workers
         for rank in [rank for rank, why in self._leaving.items() if why == _SURPLUS]:
             del self._leaving[rank]
@@ -162,6 +162,16 @@ class Membership:
         return ranks
 
     # -- what is to be done ------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many take part."""
+        return len(self.era.members)
+
+    def refusal(self, workers: int) -> str | None:
+        """Why there cannot be so many workers; None if there can."""
+        inside = self.bounds.least <= workers <= self.bounds.most
+        return None if inside else f"it takes {self.bounds.least} to {self.bounds.most} workers"
 
     @property
     def settled(self) -> bool:

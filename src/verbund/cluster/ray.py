@@ -21,6 +21,7 @@ from typing import Any
 from verbund.cluster import host as hosts_
 from verbund.cluster.external import ExternalCluster, Tell
 from verbund.cluster.invitation import written
+from verbund.cluster.joined import JoinedServer
 from verbund.comm.rendezvous import Meeting
 from verbund.errors import ClusterLost, InputError, shortened
 from verbund.job import Job
@@ -141,10 +142,17 @@ class RayCluster(ExternalCluster):
     def _invite(self) -> str:
         return f"waiting for {self._job.world} slots on Ray's nodes"
 
+    def _missing(self, limit: float, former: ClusterLost | None, members: Sequence[JoinedServer]) -> ClusterLost:
+        error = super()._missing(limit, former, members)
+        if what := self._said.get("lost") or self._said.get("waiting"):
+            error.what += f"; {shortened(what, 500)}"
+        return error
+
     def _advice(self) -> str:
-        what = self._said.get("lost") or self._said.get("waiting")
-        nodes = "each worker asks for `cluster.resources`, and those of a host for one node (`cluster.nodes`)"
-        return f"{f'{shortened(what, 500)}; ' if what else ''}{nodes}"
+        return (
+            "Ask for less: `cluster.resources` is what each worker takes, and those of a host take it on one node "
+            "(`cluster.nodes`)"
+        )
 
 
 def shares(job: Job) -> list[int]:

@@ -55,6 +55,7 @@ def drive(asked: dict[str, Any]) -> None:
             **quiet,
         )
     else:
+        _tell(waiting=f"Ray does not answer at {asked['address']}")
         ray.init(address=asked["address"], **quiet)
         _check_closed(ray.get_runtime_context().gcs_address)
     bundles = asked["bundles"]

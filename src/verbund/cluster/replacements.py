@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from verbund.cluster.process import ProcessSpec
+from verbund.errors import ClusterLost
 
 
 @dataclass
@@ -37,6 +38,12 @@ class Budget:
         self._times.append(time.monotonic())
         return True
 
+    def explain(self, error: ClusterLost) -> None:
+        """Says of a loss that ends a run how many others it had survived."""
+        if self.limit and self.spent:
+            times = f"{self.limit} loss{'es' * (self.limit > 1)}"
+            error.what += f"; {times} within {self.window:g} s had been survived before"
+
 
 @dataclass
 class Replacements:
@@ -48,9 +55,15 @@ class Replacements:
         tell: is told of each replacement: the new specs, and why.
     """
 
-    units: Sequence[Sequence[ProcessSpec]]
+    units: list[list[ProcessSpec]]
     budget: Budget
     tell: Callable[[list[ProcessSpec], str], None] = lambda *_: None
+
+    def add(self, unit: list[ProcessSpec]) -> None:
+        """There is one more unit, or one of its name again."""
+        names = {(spec.role, spec.rank) for spec in unit}
+        self.units = [known for known in self.units if not names & {(one.role, one.rank) for one in known}]
+        self.units.append(unit)
 
     def of(self, spec: ProcessSpec, why: str, charged: bool = True) -> list[ProcessSpec] | None:
         """The processes to start in place of the unit of a lost one; None if there is no more to be replaced.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verbund.cluster.islands import Islands
 from verbund.cluster.membership import Membership
 from verbund.comm.wire import Closed, Connection, WireError, dial, listen
 from verbund.errors import InputError
@@ -51,7 +52,7 @@ class Requests:
         """Readable when somebody has come."""
         return self._listener.fileno()
 
-    def turn(self, membership: Membership, ending: bool) -> None:
+    def turn(self, membership: Membership | Islands, ending: bool) -> None:
         """Takes what has come, and answers what is done. Waits for nobody.
 
         Args:
@@ -85,15 +86,14 @@ class Requests:
         self._listener.close()
         os.close(self._folder)
 
-    def _take(self, connection: Connection, workers: int, membership: Membership, ending: bool) -> None:
+    def _take(self, connection: Connection, workers: int, membership: Membership | Islands, ending: bool) -> None:
         if self._under_way is not None:
             self._answer(refused="another request has come meanwhile")
-        self._under_way = (connection, len(membership.era.members), workers, time.monotonic())
-        bounds = membership.bounds
+        self._under_way = (connection, membership.count, workers, time.monotonic())
         if ending:
             self._answer(refused="the training is at its end")
-        elif not bounds.least <= workers <= bounds.most:
-            self._answer(refused=f"it takes {bounds.least} to {bounds.most} workers")
+        elif (why := membership.refusal(workers)) is not None:
+            self._answer(refused=why)
         else:
             membership.scale(workers)
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from verbund.cluster.islands import Islands
 from verbund.cluster.keys import Keys
 from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
-from verbund.cluster.replacements import Budget, Replacements
+from verbund.cluster.replacements import Replacements
 from verbund.cluster.requests import Requests
+from verbund.cluster.watched import Failed, Failure, Watched, patience, standing_still
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
 from verbund.errors import ClusterLost, Interrupted, VerbundError, from_record
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
 
+RELEASED = "released"
+"""By what a worker stops whose island goes while the others train."""
 MEETING = "meeting the other workers"
 """What a worker does that has not met its peers."""
 _TICK = 0.2
@@ -28,62 +32,10 @@ _END_SECONDS = 1.0
 """How long processes get to end when another has failed."""
 _EXIT_SECONDS = 2.0
 """How long the news of a process's end may take."""
-_SUSPENDED_BEATS = 3
-"""Heartbeats after which a process that is known to be stopped counts as lost."""
 _STANDSTILL_SECONDS = 1.0
 """How late a turn of the supervisor's own loop may come before it blames itself."""
 
 Handle = Callable[[Process, Message], None]
-
-
-@dataclass
-class Failure:
-    """One process's end before its work was done."""
-
-    process: str
-    at: float
-    error: VerbundError
-    secondary: bool
-    trace: str | None = None
-
-
-@dataclass
-class _Watched:
-    process: Process
-    heard: float
-    doing: str = "starting"
-    step: int = 0
-    since: float = field(default_factory=time.monotonic)
-    result: dict[str, Any] | None = None
-    exit: Exit | None = None
-    failed: bool = False
-    connected: bool = True
-    beaten: bool = False
-    over: float | None = None
-    """Since when only the news of its exit is missing."""
-    killed: bool = False
-    silence: tuple[ClusterLost, str] | None = None
-    """That it gives no signs of life, and the words in it for what it did at its last one."""
-    replaced: bool = False
-    """Another process takes its place, or none needs to: how it ends does not matter any more."""
-    leaves: bool = False
-    """The next era is without it."""
-
-    @property
-    def name(self) -> tuple[str, int]:
-        return self.process.spec.role, self.process.spec.rank
-
-
-class Failed(Exception):
-    """All failures of a run, the first cause first."""
-
-    def __init__(self, failures: list[Failure]) -> None:
-        super().__init__(str(failures[0].error))
-        self.failures = failures
-
-    @property
-    def error(self) -> VerbundError:
-        return self.failures[0].error
 
 
 class Supervisor:
@@ -97,7 +49,8 @@ class Supervisor:
         replacements: of processes that are lost; None: none is replaced, the others end too.
         membership: of workers that come and go, so that what one comes to in the end is what all come to; None: they
             do not.
-        requests: of other commands, about the members.
+        requests: of other commands, about the members or islands.
+        islands: those of a training with servers that come and go; None: they do not.
     """
 
     def __init__(
@@ -109,18 +62,19 @@ class Supervisor:
         replacements: Replacements | None = None,
         membership: Membership | None = None,
         requests: Requests | None = None,
+        islands: Islands | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
-        self._watched: dict[tuple[int, int], _Watched] = {}
+        self._watched: dict[tuple[int, int], Watched] = {}
         self._keys = Keys()
         self._failures: list[Failure] = []
         self._interrupts = interrupts or Interrupts()
         self._stop_sent = False
         self._lost = False
         self._replacements = replacements
-        self._membership, self._requests = membership, requests
+        self._membership, self._requests, self._islands = membership, requests, islands
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
@@ -130,6 +84,8 @@ class Supervisor:
         """The process that its machine has asked to end, where all end for that, to begin again."""
         self._ending: float | None = None
         """Until when the others may end by themselves, after a failure."""
+        self._silent_ends = False
+        """Whether somebody was lost since the newest era whose end its peers do not notice, as its machine is gone."""
         self.warnings: list[str] = []
         """What went wrong without harm to the result."""
 
@@ -150,7 +106,7 @@ class Supervisor:
         except ClusterLost as error:
             raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
         now = time.monotonic()
-        self._watched = {p.key: _Watched(p, now) for p in processes}
+        self._watched = {p.key: Watched(p, now) for p in processes}
         with selectors.DefaultSelector() as selector:
             selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
             if self._requests is not None:
@@ -163,7 +119,7 @@ class Supervisor:
         results = {w.name: w.result or {} for w in self._watched.values() if not w.replaced}
         if self._joint is not None:
             return [self._joint[1]]
-        return [results[spec.role, spec.rank] for spec in specs]
+        return [results.get((spec.role, spec.rank), {}) for spec in specs]
 
     def _start(self, specs: list[ProcessSpec]) -> list[Process]:
         """Starts processes with what all of them are told besides."""
@@ -188,6 +144,7 @@ class Supervisor:
                 self.tell_all("stop")
             self._start_replacements(selector)
             self._change_members(selector)
+            self._change_islands(selector)
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -206,7 +163,7 @@ class Supervisor:
                         self._kill(watched)
             self._overdue([w for w in waiting if w.exit is None], selector)
 
-    def _receive(self, watched: _Watched, selector: selectors.BaseSelector) -> None:
+    def _receive(self, watched: Watched, selector: selectors.BaseSelector) -> None:
         try:
             message = watched.process.connection.receive(self._limits.lost_after)
         except WireError:
@@ -223,7 +180,10 @@ class Supervisor:
         elif message.kind == "done":
             watched.result = dict(message.fields["result"] or {})
             watched.over = watched.heard
-            if watched.leaves:
+            if self._islands is not None and watched.result.get("stopped_by") == RELEASED:
+                self._islands.ended(watched.process.spec.rank)
+                watched.replaced = True
+            elif watched.leaves:
                 watched.replaced = True
             elif self._joint is None and self._membership is not None and not watched.replaced:
                 self._joint = (watched.heard, watched.result)
@@ -239,7 +199,9 @@ class Supervisor:
             self._leave(watched)
         elif not watched.replaced:  # who was given up on has no say any more
             try:
-                if message.kind == "store":
+                if message.kind == "ready" and self._islands is not None:
+                    self._islands.ready(watched.process.spec.rank)
+                elif message.kind == "store":
                     self._keys.answer(watched.process.connection, message)
                 elif message.kind in ("ready", "met") and self._membership is not None:
                     self._hear_member(watched, message)
@@ -264,11 +226,12 @@ class Supervisor:
                 if ended.lost is not None and not self._cluster.replaced(ended.host):
                     self._fail(None, ended.lost, secondary=False)
                 else:
+                    self._silent_ends |= ended.lost is not None
                     self._lose(watched, ended.lost or self._death(watched, ended))
 
     # -- replacements --------------------------------------------------------------------------------------------
 
-    def _lose(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
+    def _lose(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         """A process is lost: its unit is replaced, or the run fails."""
         if not self._matters(watched):
             self._kill(watched)
@@ -294,14 +257,14 @@ class Supervisor:
         self._starting.append(fresh)
 
     def _replacement(
-        self, lost: ProcessSpec, watched: _Watched | None, error: ClusterLost, charged: bool = True
+        self, lost: ProcessSpec, watched: Watched | None, error: ClusterLost, charged: bool = True
     ) -> list[ProcessSpec] | None:
         """The processes that take the place of a lost one's unit; None, and a failure, if there are none any more."""
         budget = self._replacements
         fresh = budget.of(lost, error.what, charged) if budget is not None else None
         if fresh is None:
             if budget is not None:
-                _say_spent(error, budget.budget)
+                budget.budget.explain(error)
             self._fail(watched, error, secondary=False)
             return None
         return [self._placed(spec) for spec in fresh]
@@ -317,7 +280,7 @@ class Supervisor:
         fewest = min(sorted(set(hosts)), key=hosts.count)
         return replace(spec, host=fewest, place=hosts.count(fewest), neighbours=hosts.count(fewest) + 1)
 
-    def _matters(self, watched: _Watched) -> bool:
+    def _matters(self, watched: Watched) -> bool:
         """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""
         return not (watched.replaced or (self._finishing and watched.process.spec.serves))
 
@@ -340,19 +303,19 @@ class Supervisor:
 
     def _watch(self, processes: list[Process], selector: selectors.BaseSelector) -> None:
         for process in processes:
-            watched = self._watched[process.key] = _Watched(process, time.monotonic())
+            watched = self._watched[process.key] = Watched(process, time.monotonic())
             selector.register(process.connection, selectors.EVENT_READ, watched)
             if self._stop_sent:
                 self._tell(watched, "stop")
 
     # -- workers that come and go ----------------------------------------------------------------------------------
 
-    def _only_joins(self, watched: _Watched) -> bool:
+    def _only_joins(self, watched: Watched) -> bool:
         """Whether it is started and has no place yet."""
         membership, rank = self._membership, watched.process.spec.rank
         return membership is not None and not watched.replaced and not membership.is_member(rank)
 
-    def _lose_member(self, watched: _Watched, error: ClusterLost, charged: bool = True) -> None:
+    def _lose_member(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         membership = self._membership
         assert membership is not None
         left, watched.replaced = watched.leaves, True
@@ -361,10 +324,10 @@ class Supervisor:
         # What its peers say of its end is a consequence.
         self._failures = [failure for failure in self._failures if not failure.secondary]
         if not left and not membership.lost(watched.process.spec.rank, error.what, charged):
-            _say_spent(error, membership.budget)
+            membership.budget.explain(error)
             self._fail(watched, error, secondary=False)
 
-    def _leave(self, watched: _Watched) -> None:
+    def _leave(self, watched: Watched) -> None:
         """A process was asked by its machine to end."""
         if self._stop_sent or self._joint is not None or not self._matters(watched) or watched.result is not None:
             return
@@ -378,7 +341,7 @@ class Supervisor:
             self.preempted = watched.process.spec.name
             self.tell_all("stop")
 
-    def _hear_member(self, watched: _Watched, message: Message) -> None:
+    def _hear_member(self, watched: Watched, message: Message) -> None:
         assert self._membership is not None
         rank = watched.process.spec.rank
         if message.kind == "ready":
@@ -407,15 +370,45 @@ class Supervisor:
             for watched in self._watched.values():
                 watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
             self._keys.forget(f"era {era.number - 2}")
-            self.tell_all("regroup", era=era.number, members=list(era.members))
+            self.tell_all("regroup", era=era.number, members=list(era.members), cut=self._silent_ends)
+            self._silent_ends = False
         for spec in membership.due():
             try:
                 self._watch(self._start([self._placed(spec)]), selector)
             except ClusterLost as error:
                 if not membership.lost(spec.rank, error.what):
-                    _say_spent(error, membership.budget)
+                    membership.budget.explain(error)
                     self._fail(None, error, secondary=False)
                 return
+
+    def _change_islands(self, selector: selectors.BaseSelector) -> None:
+        """Has those islands end that are to go, and starts those that are to come."""
+        islands = self._islands
+        if islands is None:
+            return
+        over = bool(self._failures) or self._stop_sent or self._any_done()
+        if self._requests is not None:
+            self._requests.turn(islands, ending=over)
+        islands.settle()
+        if over or islands.complete:
+            return
+        for watched in self._watched.values():
+            if watched.process.spec.role == "coordinator" and watched.exit is None:
+                self._tell(watched, "islands", count=islands.islands)  # again and again: another may sit there now
+        for unit in islands.due():
+            fresh = [self._placed(replace(spec, life=self._lives_of(spec))) for spec in unit]
+            if self._replacements is not None:
+                self._replacements.add(fresh)
+            self._starting.append(fresh)
+
+    def _any_done(self) -> bool:
+        """Whether a worker has come to the end of the training."""
+        done = [w for w in self._watched.values() if w.result is not None and not w.replaced]
+        return any(not w.process.spec.serves for w in done)
+
+    def _lives_of(self, spec: ProcessSpec) -> int:
+        """How many processes have had its name."""
+        return sum(w.name == (spec.role, spec.rank) for w in self._watched.values())
 
     def _end_latecomers(self) -> None:
         """Ends those that were started when the others were done, and whom they wait for in vain."""
@@ -454,7 +447,7 @@ class Supervisor:
     def _ended_by_us(self) -> bool:
         return self._ending is not None or any(not failure.secondary for failure in self._failures)
 
-    def _death(self, watched: _Watched, ended: Exit) -> ClusterLost:
+    def _death(self, watched: Watched, ended: Exit) -> ClusterLost:
         fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
         return ClusterLost(f"{watched.process} {ended} while {ended.doing} (step {ended.step})", fix=fix)
 
@@ -468,7 +461,7 @@ class Supervisor:
                 if watched.over is not None:
                     watched.over += late
 
-    def _overdue(self, waiting: list[_Watched], selector: selectors.BaseSelector) -> None:
+    def _overdue(self, waiting: list[Watched], selector: selectors.BaseSelector) -> None:
         """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
         if self._lost or not waiting:
             return
@@ -493,7 +486,7 @@ class Supervisor:
             self._fail(None, error, secondary=False)
         self._all_ended()
 
-    def _kill(self, watched: _Watched) -> None:
+    def _kill(self, watched: Watched) -> None:
         self._cluster.kill(watched.process)
         if not watched.killed:
             watched.killed, watched.over = True, time.monotonic()
@@ -508,44 +501,20 @@ class Supervisor:
         living = [w for w in self._watched.values() if w.exit is None and w.result is None and self._matters(w)]
         for watched in living:
             silent = now - watched.heard
-            if silent > self._patience(watched):
+            if silent > patience(watched, self._limits, self._cluster):
                 last = f"{watched.doing} (step {watched.step})"
                 error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
                 watched.silence = error, last
                 self._lose(watched, error)
                 return
-        # Who serves waits for others, and is done only when they are.
-        late = [w for w in living if now - w.since > self._limits.step_deadline and not w.process.spec.serves]
-        if late:
-            # Those that wait in a collective are not the cause where somebody else has not come to it.
-            culprits = (
-                [w for w in late if w.doing != "all-reduce"] or [w for w in living if w.doing != "all-reduce"] or late
-            )
-            names = ", ".join(
-                f"{w.process.spec.name} ({w.doing}, step {w.step}, for {now - w.since:.0f} s)" for w in culprits
-            )
-            waited = "the others wait for " if len(culprits) < len(living) else ""
-            fix = "If a step may take longer, raise `cluster.step_deadline`"
-            if any(w.doing == "waiting for data" for w in culprits):
-                fix = f"What reads the data hangs: `dataset()`, `augment()`, or the disk. {fix}"
-            self._fail(
-                culprits[0],
-                ClusterLost(f"no progress for {self._limits.step_deadline:.0f} s: {waited}{names}", fix=fix),
-                secondary=False,
-            )
+        if (late := standing_still(living, self._limits.step_deadline)) is not None:
+            culprit, error = late
+            if self._membership is not None and self._only_joins(culprit):
+                self._lose(culprit, error)  # nobody waits for it
+            else:
+                self._fail(culprit, error, secondary=False)
 
-    def _patience(self, watched: _Watched) -> float:
-        """How long a process may give no sign of life, in seconds."""
-        # It gives them from when it has loaded task and data, which may take as long as a step.
-        if not watched.beaten:
-            return self._limits.step_deadline
-        soon = _SUSPENDED_BEATS * self._limits.heartbeat
-        silent = time.monotonic() - watched.heard
-        if soon < silent < self._limits.lost_after and self._cluster.suspended(watched.process):
-            return soon
-        return self._limits.lost_after
-
-    def _fail(self, watched: _Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
+    def _fail(self, watched: Watched | None, error: VerbundError, secondary: bool, trace: str | None = None) -> None:
         name = watched.process.spec.name if watched else "supervisor"
         self._failures.append(Failure(name, time.monotonic(), error, secondary, trace))
 
@@ -559,15 +528,8 @@ class Supervisor:
             if watched.exit is None:
                 self._tell(watched, kind, **fields)
 
-    def _tell(self, watched: _Watched, kind: str, **fields: Any) -> None:
+    def _tell(self, watched: Watched, kind: str, **fields: Any) -> None:
         try:
             watched.process.connection.send(kind, fields)
         except WireError:
             return  # its exit is on the way
-
-
-def _say_spent(error: ClusterLost, budget: Budget) -> None:
-    """Says of a loss that ends a run how many others it had survived."""
-    if budget.limit and budget.spent:
-        times = f"{budget.limit} loss{'es' * (budget.limit > 1)}"
-        error.what += f"; {times} within {budget.window:g} s had been survived before"

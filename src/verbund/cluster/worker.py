@@ -44,6 +44,8 @@ class Worker:
         self.born = time.monotonic_ns()
         self.hears: Callable[[Message], None] = lambda _: None
         """Is called by the listening thread with every message of the supervisor; must be quick."""
+        self.cut: Callable[[], None] = lambda: None
+        """Called by that thread when a machine is gone: what goes on with peers there does not break by itself."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self.joins = bool(spec.settings.get("joins"))
@@ -165,6 +167,8 @@ class Worker:
                 with self._regrouped:
                     self.era = Era(int(message.fields["era"]), tuple(map(int, message.fields["members"])))
                     self._regrouped.notify_all()
+                if message.fields.get("cut"):
+                    self.cut()
             elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:
                     answers.put(message)

@@ -7,6 +7,7 @@ knows which process died and says so.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,8 @@ Work = Any
 
 # gloo's default of 2 takes a fifth longer over an all-reduce of 1 MB between two busy processes.
 _THREADS = 4
+_CONNECT_SECONDS = 30.0
+_LOOK_SECONDS = 0.1
 
 
 class Group:
@@ -74,9 +77,13 @@ class Group:
         if world > 1:
             assert store is not None, "a group of several needs a store"
             self._store = c10d.FileStore(str(store), world) if isinstance(store, Path) else store
-            self._meet()
-            self._host, self.note = Host.meet(rank, self._exchange)
-            self._share()
+            try:
+                self._meet()
+                self._host, self.note = Host.meet(rank, self._exchange)
+                self._share()
+            except PeerLost:
+                self.leave()
+                raise
 
     @staticmethod
     def apart(rank: int, world: int, device: torch.device) -> Group:
@@ -108,13 +115,17 @@ class Group:
     def _meet(self) -> None:
         limit = timedelta(seconds=self._timeout)
         options = c10d.ProcessGroupGloo._Options()
-        options._timeout = limit
+        # Once all are there they connect at once, or one of them has gone again.
+        options._timeout = min(limit, timedelta(seconds=_CONNECT_SECONDS))
         options._threads = _THREADS
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
+            self._store.set(f"here/{self.rank}", "1")
+            self._store.wait([f"here/{rank}" for rank in range(self.world)], limit)
             store = c10d.PrefixStore("gloo/", self._store)
             with self._sockets.opened():
-                self._gloo = c10d.ProcessGroupGloo(store, self.rank, self.world, options)
+                self._gloo = self._connected(lambda: c10d.ProcessGroupGloo(store, self.rank, self.world, options))
+            self._gloo._set_default_timeout(limit)
             if self.device.type == "cuda":
                 nccl = c10d.ProcessGroupNCCL.Options()
                 nccl._timeout = limit
@@ -123,6 +134,26 @@ class Group:
             self.all_reduce(torch.zeros(1), "the first meeting")
         except RuntimeError as error:
             raise PeerLost(f"the {self.world} workers did not meet: {_first_line(error)}") from error
+
+    def _connected(self, connect: Callable[[], Any]) -> Any:
+        """What `connect` gives; it is left to its own timeout where the store says that nobody waits any more, as one
+        of those that it waits for has gone."""
+        found: list[Any] = []
+
+        def run() -> None:
+            try:
+                found.append(connect())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run, name="connecting", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            self._store.check(["here/0"])
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
     def _exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Plain values of all members, by rank."""
@@ -282,9 +313,13 @@ class Group:
         """Starts sending a contiguous tensor to worker `to`; it must stay as it is until `finish`."""
         return self._started(lambda: self._backend(tensor).send([tensor], to, tag), "a send")
 
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Work | None:
+        """Starts receiving what worker `source` sends under `tag`, of this shape and dtype; `finish` waits for it."""
+        return self._started(lambda: self._backend(tensor).recv([tensor], source, tag), "a receive")
+
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> None:
         """Waits for what worker `source` sends under `tag`; shape and dtype must be what was sent."""
-        self.finish(self._started(lambda: self._backend(tensor).recv([tensor], source, tag), "a receive"), what)
+        self.finish(self.start_receive(tensor, source, tag), what)
 
     def _started(self, start: Callable[[], Any], what: str) -> Any:
         try:
@@ -313,6 +348,10 @@ class Group:
         """
         if self._host is not None:
             self._host.leave()
+        self._sockets.shut()
+
+    def cut(self) -> None:
+        """Breaks off what is under way over the network, from any thread: who waits for it meets `PeerLost`."""
         self._sockets.shut()
 
     def _backend(self, tensor: Tensor) -> Any:

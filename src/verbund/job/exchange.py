@@ -138,9 +138,22 @@ class Exchange(Section):
         """Whether clients train on what only they have."""
         return self.name == "federated"
 
+    @property
+    def protected(self) -> bool:
+        """federated: whether there is privacy or secure aggregation."""
+        return self.secure is not None or self.privacy.kind != "none"
+
     def cohort_size(self, clients: int) -> int:
         """federated: how many of so many clients train in a round."""
         return self.cohort if isinstance(self.cohort, int) else max(round(self.cohort * clients), 1)
+
+    def asynchronous(self, clients: int) -> bool:
+        """federated: whether a step has fewer updates than clients train at a time."""
+        return self.rule.buffer is not None and self.rule.buffer < self.cohort_size(clients)
+
+    def rounds_per_epoch(self, clients: int) -> int:
+        """federated: rounds in which each of so many clients trains once on average."""
+        return -(-clients // (self.rule.buffer or self.cohort_size(clients)))
 
     @property
     def divided(self) -> bool:

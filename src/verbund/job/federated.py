@@ -180,7 +180,7 @@ def exchange_problems(exchange: Exchange) -> list[str]:
 def _protection_problems(exchange: Exchange) -> list[str]:
     """What the server cannot do that has protected sums of differences alone."""
     rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
-    if privacy.kind == "none" and secure is None:
+    if not exchange.protected:
         return []
     problems = privacy_problems(privacy, secure)
     what = "`secure`" if privacy.kind == "none" else f"the privacy `{privacy.kind}`"
@@ -199,6 +199,9 @@ def _protection_problems(exchange: Exchange) -> list[str]:
             "with `secure.max_weight` of 1 all clients count the same: set `rule.weights` to `uniform`, or raise it to "
             "the most samples that a client counts"
         )
+    cohort = exchange.cohort_size(exchange.clients) if exchange.clients else exchange.cohort
+    if secure is not None and isinstance(cohort, int) and cohort < secure.minimum:
+        problems.append(f"a cohort of {cohort} is less than `secure.minimum`, {secure.minimum}")
     if privacy.kind != "none" and rule.clip_norm is not None:
         problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     return problems

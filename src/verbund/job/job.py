@@ -99,10 +99,11 @@ class Job(Section):
             return []
         if train.ema is not None:
             problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
-        if train.clip_norm is not None and exchange.divided and self.strategy.islands > 1:
+        if train.clip_norm is not None and exchange.consistency == "bulk_synchronous" and self.strategy.islands > 1:
             problems.append(
-                "`train.clip_norm` needs the norm of a gradient that no single process has where islands share a "
-                "global batch: leave it out, or use `strategy.exchange.consistency` `asynchronous`"
+                "`train.clip_norm` needs the norm of a gradient that no single process has where islands add up their "
+                "shares of a global batch: leave it out, or use a `strategy.exchange.consistency` whose pushes are "
+                "steps, `bounded_staleness` or `asynchronous`: each is clipped by itself then"
             )
         if exchange.backup >= self.strategy.islands:
             problems.append(

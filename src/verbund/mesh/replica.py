@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -410,14 +411,22 @@ class Replica:
             self.ema.update()
         return True
 
-    def settle(self, sizes: Sequence[int], sums: StepSums) -> float | None:
+    def settle(self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float]) -> float | None:
         """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
         divided by the weight, unscaled and clipped.
+
+        Args:
+            sizes: samples of the step, by worker.
+            sums: of the step.
+            elsewhere: the squared norm of summed gradients that this replica does not hold: of tables.
 
         Returns:
             The factor; None if the step is to be left out.
         """
-        return self._factor(sizes, sums, self._length(sums))
+        length = self._length(sums)
+        if length is not None:
+            length = math.sqrt(length**2 + elsewhere())
+        return self._factor(sizes, sums, length)
 
     def _length(self, sums: StepSums) -> float | None:
         """The global norm of the summed gradients; None if nobody asks for it."""

@@ -291,7 +291,36 @@ class Unrecorded(Journal):
     def collective(self, step: int, index: int, arrival: int, blocked: int, done: int) -> None:
         """Nothing."""
 
+    def action(self, step: int, kind: str, stage: int, micro_batch: int, start: int, end: int) -> None:
+        """Nothing."""
+
+    def received(self, step: int, stage: int, micro_batch: int, blocked: int, done: int) -> None:
+        """Nothing."""
+
+    def step(self, step: int, loss: float, weight: float, samples: int, rate: float) -> None:
+        """Nothing."""
+
     def share(self, step: int, samples: int, weight: float) -> None:
+        """Nothing."""
+
+    def garbage(self, start: int, end: int) -> None:
+        """Nothing."""
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Nothing."""
+
+    def totals(self, name: str, **fields: Any) -> None:
+        """Nothing."""
+
+    @property
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""
 
 

@@ -141,11 +141,17 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         if not rows:
             continue
         mine = _added(np.concatenate(rows)) if generation not in joint else _once(np.concatenate(rows))
-        mine = mine[mine[:, 0] < limit]
+        mine = mine[mine[:, 0] < min(limit, _ended(journals, generation))]
         if len(mine):
             limit = float(mine[0, 0])
             parts.append(mine)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
+
+
+def _ended(journals: Sequence[ProcessJournal], generation: int) -> float:
+    """How many steps were done when a generation ended, if it says so: members may have gone back from later ones."""
+    stops = [e for j, e in events(journals, "stopped") if j.generation == generation]
+    return min((float(e["steps"]) for e in stops if isinstance(e.get("steps"), int)), default=math.inf)
 
 
 def _once(rows: Floats) -> Floats:

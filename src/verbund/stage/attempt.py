@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from verbund import task
+from verbund.cluster.islands import Islands
 from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.prepare import Prepared, needed
@@ -24,11 +26,12 @@ from verbund.observe.events import Journal, file_name
 from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
-from verbund.stage import continuing, network
+from verbund.stage import continuing, network, refill
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.elastic import bounds, goes_on
+from verbund.stage.elastic import bounds, goes_on, unscalable
 from verbund.stage.processes import units, with_servers, with_trace, workers
+from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Promises
 
 
@@ -59,6 +62,8 @@ def attempt(
     for note in facts.notes:
         journal.event("note", text=note, mesh=True)
         progress.message(note)
+    if (text := refill.note(job)) is not None:
+        warnings = [*(warnings or []), text]
     for note in warnings or []:
         journal.event("note", text=note)
         progress.message(note)
@@ -70,6 +75,7 @@ def attempt(
     meter.start()
 
     links = Links()
+    slow = SlowWorkers(job.strategy)
 
     def handle(process: Process, message: Message) -> None:
         fields = message.fields
@@ -94,6 +100,10 @@ def attempt(
             promises.wish(fields["reason"])
         elif message.kind == "promise":
             promises.promise(process.spec.rank, fields["step"])
+        elif message.kind == "paces":
+            for text in slow.record(fields["rows"]):
+                journal.event("note", text=text)
+                progress.message(text)
         elif message.kind == "note":
             journal.event("note", text=fields["text"])
             progress.message(fields["text"])
@@ -137,11 +147,17 @@ def attempt(
         members = list(era.members)
         journal.event("membership", generation=generation, workers=len(members), era=era.number, members=members)
 
+    def tell_islands(ranks: list[int]) -> None:
+        journal.event("membership", generation=generation, workers=len(ranks), era=0, members=ranks)
+
     replacements = Replacements(units(job, specs), budget, tell)
+    islands = None
+    if job.strategy.exchange.served and unscalable(job) is None:
+        islands = Islands(replacements.units[0], job.strategy.islands, bounds(job), tell_members, tell_islands)
     membership = Membership(specs, budget, bounds(job), tell_members, tell_era) if comes_and_goes else None
 
-    requests = _requests(run) if comes_and_goes else None
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership, requests)
+    requests = _requests(run) if comes_and_goes or islands is not None else None
+    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership, requests, islands)
     promises = Promises(job.world, supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None

@@ -16,13 +16,15 @@ from verbund.cluster.hosts import HostsCluster
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.ray import RayCluster
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.data.check import Wanted, check_columns
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem
 from verbund.interop import huggingface
 from verbund.interrupts import Interrupt
 from verbund.job import Data, Job
+from verbund.stage.federated import packages
 from verbund.stage.processes import with_trace
 
 Notify = Callable[[str], None]
@@ -122,6 +124,7 @@ def prepared_data(job: Job, notify: Notify, known: Path | None = None, *, traini
         from verbund.observe import tensorboard
 
         tensorboard.require()
+    packages.check(job)
     data = _data(job, notify)
     return _checked(job, data, lambda: prepare(data, folder=Path(job.folder), notify=notify, schema=known))
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import ProcessSpec
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.errors import InputError, VerbundError
 from verbund.job import Cluster as Limits
 from verbund.job import Job

@@ -36,6 +36,19 @@ def fixed(job: Job) -> str | None:
     return None
 
 
+def unscalable(job: Job) -> str | None:
+    """Why the number of workers cannot change while a training goes on; None if it can.
+
+    It can where workers are alike, and where islands take whole batches from servers.
+    """
+    exchange = job.strategy.exchange
+    if not exchange.served:
+        return fixed(job)
+    if exchange.divided:
+        return f"its islands share every global batch (the consistency is `{exchange.consistency}`)"
+    return None
+
+
 def elastic(job: Job) -> bool:
     """Whether workers of a training can come and go while it goes on."""
     return fixed(job) is None
@@ -53,7 +66,10 @@ def bounds(job: Job) -> Bounds:
         return Bounds(world, world, placed=True)
     if rows_by_island(job):  # each island has rows of its own
         return Bounds(world, world)
-    return Bounds(cluster.min_workers or 1, max(cluster.max_workers or world, world), cluster.min_workers is not None)
+    size = world // job.strategy.islands if job.strategy.exchange.served else 1
+    return Bounds(
+        max(cluster.min_workers or 1, size), max(cluster.max_workers or world, world), cluster.min_workers is not None
+    )
 
 
 def check(job: Job) -> None:
@@ -64,9 +80,9 @@ def check(job: Job) -> None:
     """
     least, most, world = job.cluster.min_workers, job.cluster.max_workers, job.strategy.world
     key = "cluster.min_workers" if least is not None else "cluster.max_workers"
-    if (least is None and most is None) or job.strategy.exchange.served:
+    if least is None and most is None:
         return
-    if (why := fixed(job)) is not None:
+    if (why := unscalable(job)) is not None:
         raise InputError(f"the number of workers cannot change while this job is trained: {why}", where=key, fix=_LEAVE)
     if rows_by_island(job):
         what = 'the number of workers cannot change where each island has rows of its own (`data.placement = "island"`)'

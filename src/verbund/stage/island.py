@@ -69,6 +69,8 @@ class Island:
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
     era: int = 0
     """The number of the groups'; -1 of who joins: it is alone until it has a place."""
+    shared_before: int = 0
+    """Bytes that went through shared memory in groups that were left."""
 
     def replica(self, worker: Worker, take_tables: Callable[[nn.Module], Tables] | None = None) -> Replica:
         """This worker's part of the model, without its tables if they lie elsewhere."""
@@ -90,6 +92,11 @@ class Island:
             take_tables=take_tables,
         )
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that this process has handed over through shared memory, in all."""
+        return self.shared_before + self.groups.shared_bytes
+
     def meet_anew(self, worker: Worker) -> None:
         """Leaves all groups, and forms those of the newest era.
 
@@ -97,6 +104,7 @@ class Island:
             PeerLost: if a member did not come, and no later era did.
             Dismissed: if this worker is no member.
         """
+        self.shared_before += self.groups.shared_bytes
         self.groups.leave()  # whoever waits there for this worker sees that it is gone
         self.mesh, self.groups, self.era = _met(worker, self.job, self.groups.island.device)
         share = worker.spec.neighbours * self.mesh.world / worker.spec.world
@@ -134,7 +142,9 @@ class Island:
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        worker.cut = lambda: island.groups.cut()
+        return island
 
 
 def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
@@ -157,7 +167,11 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
         everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
-        return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        try:
+            return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
+        except PeerLost:
+            everybody.leave()
+            raise
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)
     island = Group(store, own, mesh.size(*AXES), place, timeout)

@@ -16,7 +16,7 @@ class Judge:
 
     Args:
         settings: the ends that depend on metrics: `target` and `patience`.
-        state: what `state` gave, to go on from; empty at the beginning.
+        state: what `state` gave, to go on from; empty at the beginning. With `judged`, that too.
     """
 
     def __init__(self, settings: Train, state: Mapping[str, Any]) -> None:
@@ -25,7 +25,9 @@ class Judge:
         self.best_step: int | None = state.get("best_step")
         self._patient: float | None = state.get("patient")
         self._stale = int(state.get("validations_without_gain", 0))
-        self._judged: tuple[int, str | None] = (-1, None)
+        step, reason = state.get("judged", (-1, None))
+        self.judged: tuple[int, str | None] = (int(step), reason)
+        """The step whose validation was looked at last, and what came of it."""
 
     def state(self) -> dict[str, Any]:
         """JSON values."""
@@ -42,9 +44,9 @@ class Judge:
         Raises:
             InputError: if a metric that is watched is none of the job's.
         """
-        if self._judged[0] != step:  # one that was done again tells nothing new
-            self._judged = (step, self._judge(metrics, step))
-        return self._judged[1]
+        if self.judged[0] != step:  # one that was done again tells nothing new
+            self.judged = (step, self._judge(metrics, step))
+        return self.judged[1]
 
     def _judge(self, metrics: Mapping[str, Any], step: int) -> str | None:
         target, patience = self._settings.target, self._settings.patience

@@ -3,7 +3,8 @@
 The memory is an arena (`comm/shared_memory/arena.py`), which the worker's neighbours on its host map: it is there as
 long as one of them lives. Each worker has two mirrors in it, so that while one is written the other is whole; one
 counts once its step is written into the arena's first page, after all else. Workers agree upon each step, and a mirror
-is whole before the next update; so of the newest two mirrored steps one is whole everywhere, whoever dies when.
+is whole before the next update; so of the newest two mirrored steps one is whole everywhere, whoever dies when. That
+of a worker without neighbours goes to another host (`mirror_transfer.py`).
 
 Copying goes on in a thread beside the next step's forward and backward pass, which change none of it but running
 statistics; these are copied at once. (Wang et al., "GEMINI", SOSP 2023, keeps such checkpoints in the memory of peers.)
@@ -28,10 +29,11 @@ from verbund.comm.shared_memory.identity import Unavailable
 from verbund.job import Job
 from verbund.mesh.groups import Groups
 from verbund.mesh.state import Tensors
+from verbund.stage.mirror_transfer import MirrorTransfer
 from verbund.stage.refill import mirror_every
 
-_DIRECTORY = 128  # in an arena's first page: of each mirror its place, its bytes, and its step + 1; 0: it is not whole
-_ENTRY = 3
+# In an arena's first page, of each mirror: its place, the bytes there, whose it is, its step + 1; 0: it is not whole.
+_DIRECTORY, _ENTRY, _ENTRIES = 128, 4, 64
 _MIRRORS = 2
 _ALIGN = 64
 _LENGTH = 8  # bytes of a mirror that say how long its header is
@@ -53,8 +55,10 @@ class Mirrors:
         self._memories: dict[int, list[Memory]] = {}
         self._copying: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._newest = -1
+        self._content: Tensor | None
         self._taken = 0  # mirrors since all have met
+        self._step, self._content, self._sends = 0, None, False
+        self._transfer: MirrorTransfer | None = None
         try:
             self._host, self._arena = identity.host(), Arena()
         except Unavailable as error:
@@ -73,16 +77,18 @@ class Mirrors:
             groups: of all.
             rank: this worker's place among them, which it keeps.
         """
-        self.finish()
+        self._join()
         self._rank = rank
+        self._taken, self._sends = 0, False
         if self._arena is not None and self._arena not in (known := self._memories.setdefault(rank, [])):
             known.append(self._arena)
-        self._taken = 0
         record = self._arena.record() | {"host": self._host} if self._arena is not None else {}
         raw = np.frombuffer(json.dumps(record).encode(), np.uint8)
+        hosts = []
         for other, arrays in enumerate(groups.gather({"record": raw}, "the meeting of mirrors")):
             record = json.loads(arrays["record"].tobytes())
-            if other == self._rank or self._arena is None or record.get("host") != self._host:
+            hosts.append(record.get("host", ""))
+            if other == rank or self._arena is None or record.get("host") != self._host:
                 continue
             known = self._memories.setdefault(other, [])
             if all(memory.token() != record["token"] for memory in known):
@@ -92,36 +98,33 @@ class Mirrors:
                     continue  # it is not there any more, or cannot be mapped: its mirrors are others' to read
                 neighbour.close()
                 known.append(neighbour.memory)
+        first = rank - groups.island.rank
+        self._transfer = MirrorTransfer(groups, hosts[first : first + groups.island.world], first)
 
     def due(self, step: int) -> bool:
         """Whether a mirror is due after so many steps."""
-        return self._arena is not None and step % self.every == 0
+        return step % self.every == 0
 
     def take(self, step: int, state: dict[str, Any], tensors: Tensors) -> None:
-        """Starts copying; `finish` comes before anything of `tensors` but the running statistics changes.
+        """Starts copying; `finish` comes before anything of `tensors` but the running statistics changes. All workers
+        do so after the same step.
 
         Args:
             step: how many are done.
             state: the training's own, JSON values.
             tensors: all that this worker holds after that step.
         """
-        self.finish()
-        if self._arena is None or step == self._newest:
-            return
+        self._join()
+        self._step, self._content, self._sends = step, None, True
+        self._taken += 1
+        if self._taken == 2:  # all have one of their own now: the memory of those that are gone is given back
+            self._memories = {rank: known[-1:] for rank, known in self._memories.items()}
         header, places, size = _laid_out(state, tensors)
-        words = self._arena.words(_DIRECTORY, _ENTRY * _MIRRORS)
-        # Never over the newest whole one, to which all may have to go back.
-        index = next(i for i in range(_MIRRORS) if self._newest < 0 or words[_ENTRY * i + 2] != self._newest + 1)
-        place, room = words[_ENTRY * index], words[_ENTRY * index + 1]
-        words[_ENTRY * index + 2] = 0
-        if room < size:
-            try:
-                place = self._arena.take(size)
-            except NoRoom as error:
-                self._give_up(str(error))
-                return
-            words[_ENTRY * index], words[_ENTRY * index + 1] = place, size
-        target = self._arena.view(place, size, torch.uint8).numpy()
+        room = self._room(self._rank, step, size)
+        if room is None:
+            return
+        content, whole = room
+        target = content.numpy()
         target[: len(header)] = np.frombuffer(header, np.uint8)
         pairs = []
         for (key, values), at in zip(tensors.items(), places, strict=True):
@@ -135,19 +138,34 @@ class Mirrors:
             try:
                 for to, source in pairs:
                     np.copyto(to, source)  # without Python's lock
-                words[_ENTRY * index + 2] = step + 1
+                whole()
             except BaseException as error:
                 self._failure = error
 
-        self._newest = step
-        self._taken += 1
-        if self._taken == 2:  # all have one of their own now: the memory of those that are gone is given back
-            self._memories = {rank: known[-1:] for rank, known in self._memories.items()}
+        self._content = content
         self._copying = threading.Thread(target=copy, name="mirror", daemon=True)
         self._copying.start()
 
-    def finish(self) -> None:
-        """Waits until the mirror under way is whole."""
+    def finish(self, step: int | None = None) -> None:
+        """Waits until the mirror under way is whole, and starts what is to be sent of it; that is waited for by the
+        step of the next one at the latest.
+
+        Args:
+            step: that all are about to agree upon; None: whatever is sent is to be there at once.
+
+        Raises:
+            PeerLost: if a worker to which something is sent, or from which it comes, is lost.
+        """
+        self._join()
+        if self._transfer is None:
+            return
+        if self._sends:
+            self._sends = False
+            self._transfer.start(self._content, self._step, self._room)
+        if step is None or step % self.every == 0:
+            self._transfer.finish()
+
+    def _join(self) -> None:
         if self._copying is not None:
             self._copying.join()
             self._copying = None
@@ -155,29 +173,57 @@ class Mirrors:
             error, self._failure = self._failure, None
             raise error
 
+    def _room(self, owner: int, step: int, size: int) -> tuple[Tensor, Callable[[], None]] | None:
+        """Memory for a mirror, in the place of the oldest of this worker's; and what makes it whole."""
+        if self._arena is None:
+            return None
+        words = self._arena.words(_DIRECTORY, _ENTRY * _ENTRIES)
+        entries = [i for i in range(_ENTRIES) if words[_ENTRY * i + 1] and words[_ENTRY * i + 2] == owner]
+        if len(entries) < _MIRRORS:
+            entries = [i for i in range(_ENTRIES) if not words[_ENTRY * i + 1]]
+        if not entries:
+            return None
+        at = _ENTRY * min(entries, key=lambda i: words[_ENTRY * i + 3])
+        words[at + 3] = 0
+        if words[at + 1] < size:
+            try:
+                words[at], words[at + 1] = self._arena.take(size), size
+            except NoRoom as error:
+                self._give_up(str(error))
+                return None
+        words[at + 2] = owner
+
+        def whole() -> None:
+            words[at + 3] = step + 1
+
+        return self._arena.view(words[at], size, torch.uint8), whole
+
     def back_to(self, step: int) -> None:
         """All have gone back to a mirrored step: what came after it is nobody's any more."""
-        self._newest = step
-        for memory in self._memories.get(self._rank, []):
-            words = memory.words(_DIRECTORY, _ENTRY * _MIRRORS)
-            for index in range(_MIRRORS):
-                if words[_ENTRY * index + 2] > step + 1:
-                    words[_ENTRY * index + 2] = 0
+        if self._arena is not None:
+            words = self._arena.words(_DIRECTORY, _ENTRY * _ENTRIES)
+            for at in range(0, _ENTRY * _ENTRIES, _ENTRY):
+                if words[at + 3] > step + 1:
+                    words[at + 3] = 0
 
     def steps(self) -> dict[int, list[int]]:
         """By worker the mirrored steps that are whole and can be read here."""
-        return {
-            rank: sorted({step for memory in known for step in _steps(memory)})
-            for rank, known in self._memories.items()
-        }
+        found: dict[int, set[int]] = {}
+        for memory in self._readable():
+            for owner, step in _whole(memory):
+                found.setdefault(owner, set()).add(step)
+        return {owner: sorted(steps) for owner, steps in found.items()}
 
     def read(self, rank: int, step: int) -> Tensor:
         """A mirror's bytes, as they lie in memory; see `unpacked`."""
-        for memory in reversed(self._memories[rank]):
-            if (index := _steps(memory).get(step)) is not None:
-                place, size, _ = memory.words(_DIRECTORY + 8 * _ENTRY * index, _ENTRY)
+        for memory in self._readable():
+            if (index := _whole(memory).get((rank, step))) is not None:
+                place, size = memory.words(_DIRECTORY + 8 * _ENTRY * index, 2)
                 return memory.view(place, size, torch.uint8)
         raise KeyError(f"worker {rank} has no mirror of step {step}")
+
+    def _readable(self) -> list[Memory]:
+        return [memory for known in self._memories.values() for memory in known]
 
     def _give_up(self, why: str) -> None:
         self._arena = None
@@ -198,10 +244,10 @@ def unpacked(content: Tensor) -> tuple[dict[str, Any], Tensors]:
     return header["state"], tensors
 
 
-def _steps(memory: Memory) -> dict[int, int]:
-    """The whole mirrors in an arena: step to index."""
-    words = memory.words(_DIRECTORY, _ENTRY * _MIRRORS)
-    return {words[_ENTRY * i + 2] - 1: i for i in range(_MIRRORS) if words[_ENTRY * i + 2]}
+def _whole(memory: Memory) -> dict[tuple[int, int], int]:
+    """The whole mirrors in an arena: whose, and of which step, to where in the directory."""
+    words = memory.words(_DIRECTORY, _ENTRY * _ENTRIES)
+    return {(words[_ENTRY * i + 2], words[_ENTRY * i + 3] - 1): i for i in range(_ENTRIES) if words[_ENTRY * i + 3]}
 
 
 def _laid_out(state: dict[str, Any], tensors: Tensors) -> tuple[bytes, list[int], int]:

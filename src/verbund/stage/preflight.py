@@ -24,6 +24,7 @@ from verbund.mesh.replica import Replica
 from verbund.observe.memory import left_to_process, peak_bytes
 from verbund.stage import fit
 from verbund.stage.dry_run import DryRun
+from verbund.stage.federated import preflight as federated
 from verbund.stage.federated.parts import parts_of
 from verbund.stage.validate import wanted
 from verbund.tables import begin_alike
@@ -54,10 +55,10 @@ def work(worker: Worker) -> dict[str, Any]:
     device.use_threads(job.cluster.threads, job.neighbours)
     train_set, validation_set = open_sets(prepared, job, task)
     order = Order(len(train_set), job.train.global_batch, job.seed, train_set.block, job.data.window)
-    per_epoch = order.tickets_per_epoch
+    per_epoch, parts = order.tickets_per_epoch, None
     if job.strategy.exchange.federated:
-        clients = parts_of(job, train_set, prepared.train).clients
-        per_epoch = -(-clients // job.strategy.exchange.cohort_size(clients))
+        parts = parts_of(job, train_set, prepared.train)
+        per_epoch = job.strategy.exchange.rounds_per_epoch(parts.clients)
     total = total_steps(job, per_epoch)
     schedule.factor(job.train.schedule, 0, total)
     if (job.train.target or job.train.patience) and validation_set is None:
@@ -88,6 +89,8 @@ def work(worker: Worker) -> dict[str, Any]:
         raise
     replica = dry.replica
     notes += [*prepared.notes, *_notes(job, dry, order), *found]
+    if parts is not None:
+        notes += federated.examine(job, replica, parts)
     need = fit.estimated_need(replica, job, dry.activations)
     if unbuilt is None:
         need = fit.need_of(replica, job, max(peak_bytes() - before, 0))

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from verbund.cluster.process import Cluster, ProcessSpec
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.errors import Interrupted, VerbundError
 from verbund.interrupts import Interrupt
 from verbund.job import Job

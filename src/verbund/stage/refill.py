@@ -10,21 +10,39 @@ them takes less than starting anew."""
 
 
 def refills(job: Job) -> bool:
-    """Whether the others keep what they have trained, and the lost worker's place is filled from memory.
+    """Whether the others keep what they have trained, and the lost worker's place is filled from memory."""
+    return obstacle(job) is None
+
+
+def obstacle(job: Job) -> str | None:
+    """Why not, if so.
 
     Each worker must come to the same numbers in any process: what it keeps besides the model must be a function of the
     step.
     """
     strategy = job.strategy
-    return (
-        any(strategy.mesh.get(axis, 1) > 1 for axis in ("shard", "tensor", "pipeline"))
-        and job.cluster.replacements > 0
-        and strategy.exchange.name == "all_reduce"
-        and strategy.compression.name == "none"
-        and job.train.randomness == "sample"
-        and job.data.loaders == 0
-        and (_peers(job) > 1 or _every(job) > 0)
-    )
+    if not any(strategy.mesh.get(axis, 1) > 1 for axis in ("shard", "tensor", "pipeline")):
+        return "the mesh does not divide the model"
+    if strategy.exchange.name != "all_reduce":
+        return f"islands exchange by `{strategy.exchange.name}`"
+    if strategy.compression.name != "none":
+        return f"gradients are compressed (`{strategy.compression.name}`), and each worker keeps what it left out"
+    if job.train.randomness != "sample":
+        return 'each worker draws from a generator of its own (`train.randomness = "worker"`)'
+    if job.data.loaders:
+        return "there are loader processes (`data.loaders`)"
+    if job.cluster.replacements == 0:
+        return "no lost worker is replaced (`cluster.replacements`)"
+    if _peers(job) == 1 and not _every(job):
+        return "nobody else holds what a worker holds"
+    return None
+
+
+def note(job: Job) -> str | None:
+    """That mirrors were asked for and there are none, if so."""
+    reason = obstacle(job)
+    asked = job.checkpoint.mirror != "auto" and job.checkpoint.mirror > 0
+    return f"checkpoint.mirror = {job.checkpoint.mirror} makes no mirrors: {reason}" if asked and reason else None
 
 
 def mirror_every(job: Job) -> int:

@@ -9,7 +9,7 @@ takes a lost worker's place has its place in the same mesh, and so needs exactly
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +33,10 @@ from verbund.stage.mirrors import Mirrors, unpacked
 
 _WHAT = "the recovery"
 _PART_BYTES = 1 << 28
+
+
+class NothingTrained(ClusterLost):
+    """All workers are new."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
 
     Raises:
         PeerLost: if another worker is lost meanwhile.
+        NothingTrained: if all are new.
         ClusterLost: if something that is needed is in nobody's memory any more.
     """
     if mirrors is not None:
@@ -134,6 +139,8 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
     replica = island.replica(worker)
     replica.atomic = True
     state = hand_over(choice, replica, mine, mirrors, island.groups)
+    if replica.loss_scale is not None:
+        replica.loss_scale.load(state["loss_scale"])
     if mirrors is not None:
         if choice.owners:
             mirrors.back_to(choice.step)
@@ -143,28 +150,47 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
     return replica, choice, state
 
 
-def take_place(worker: Worker, island: Island, mirrors: Mirrors | None) -> tuple[Replica, dict[str, Any]]:
-    """The replica of a worker that takes the place of one that was lost, and the training's state, as soon as the
-    others have met with it.
+def take_place(
+    worker: Worker, island: Island, mirrors: Mirrors | None, begin: Callable[[], tuple[Replica, dict[str, Any]]]
+) -> tuple[Replica, dict[str, Any], bool]:
+    """What a worker begins with: a replica, and the training's state. Who takes the place of one that was lost gets
+    what that held, as soon as the others have met with it; if nobody has trained yet, all begin.
+
+    Args:
+        worker: this one.
+        island: that it has joined.
+        mirrors: this worker's, if there are any.
+        begin: makes the replica that a run begins with; all call it together.
+
+    Returns:
+        the replica, the state, and whether others have begun before.
 
     Raises:
-        PeerLost: if the supervisor says nothing of a place.
-        ClusterLost: if something that is needed is in nobody's memory any more.
+        PeerLost: if the supervisor is lost.
+        ClusterLost: if something that is needed is in nobody's memory any more, or there is no place.
     """
     limits = island.job.cluster
     if worker.joins:
         worker.send("ready")
-    met = not worker.joins  # else all have begun anew before anybody had trained
+    met = not worker.joins
     while True:
         try:
             if not met:
                 if not worker.later_era(island.era, limits.step_deadline + limits.lost_after):
-                    raise ClusterLost("a worker that was to take the place of a lost one was given none")
+                    raise ClusterLost("a worker was lost, and the supervisor has not said who goes on")
                 worker.joins = False
                 worker.doing(MEETING, 0)
                 island.meet_anew(worker)
-            replica, choice, state = regain(worker, island, mirrors, None)
-            return replica, state | {"step": choice.step}
+                met = True
+            if island.era > 0:  # else all begin
+                try:
+                    replica, choice, state = regain(worker, island, mirrors, None)
+                    return replica, state | {"step": choice.step}, True
+                except NothingTrained:
+                    pass
+            elif mirrors is not None:
+                mirrors.meet(island.groups, island.mesh.rank)
+            return *begin(), False
         except PeerLost:
             if worker.orphaned:
                 raise
@@ -189,11 +215,12 @@ def choose(standings: Sequence[Standing], mesh: Mesh) -> Choice:
         mesh: the axes.
 
     Raises:
+        NothingTrained: if all are new.
         ClusterLost: if something that is needed is in nobody's memory any more.
     """
     newest = max((each.step for each in standings if each.step is not None), default=None)
     if newest is None:
-        raise ClusterLost("all workers were lost: nobody has what has been trained")
+        raise NothingTrained("all workers were lost: nobody has what has been trained")
     ranks = range(mesh.world)
     alike = [_first(rank, replace(mesh, rank=rank).peers("islands", "data")) for rank in ranks]
     holders = [next((peer for peer in alike[rank] if standings[peer].reaches(newest)), -1) for rank in ranks]
@@ -204,8 +231,9 @@ def choose(standings: Sequence[Standing], mesh: Mesh) -> Choice:
     mirrored = [_mirrors(alike[rank], readers[rank], standings) for rank in ranks]
     common = set(mirrored[0]).intersection(*mirrored[1:])
     if not common:
-        missing = ", ".join(str(rank) for rank in ranks if holders[rank] < 0)
-        raise ClusterLost(f"what worker {missing} held is in nobody's memory any more")
+        missing = [str(rank) for rank in ranks if holders[rank] < 0]
+        who = f"workers {', '.join(missing)}" if len(missing) > 1 else f"worker {missing[0]}"
+        raise ClusterLost(f"what {who} held is in nobody's memory any more")
     step = max(common)
     givers, owners = zip(*(held[step] for held in mirrored), strict=True)
     return Choice(step, newest - step, givers, owners)

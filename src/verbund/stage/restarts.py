@@ -9,8 +9,8 @@ from verbund import checkpoint
 from verbund.cluster.process import Cluster
 from verbund.cluster.replacements import Budget
 from verbund.data.prepare import Prepared
-from verbund.errors import ClusterLost
-from verbund.interrupts import Interrupts
+from verbund.errors import ClusterLost, Interrupted
+from verbund.interrupts import Interrupt, Interrupts
 from verbund.job import Job
 from verbund.run import Run
 from verbund.stage.attempt import Preempted, attempt
@@ -43,9 +43,8 @@ def persistent(
     in_vain = 0
     while True:
         try:
-            return attempt(
-                cluster, run, cluster.settled(job), prepared, facts, source, quiet, interrupts, budget, warnings
-            )
+            there = _settled(cluster, job, run)
+            return attempt(cluster, run, there, prepared, facts, source, quiet, interrupts, budget, warnings)
         except ClusterLost as error:
             ended = job.strategy.exchange.served or interrupts.count or cluster.lost is not None
             if ended or not (isinstance(error, Preempted) or budget.take()):
@@ -57,6 +56,16 @@ def persistent(
                 raise
             where = f"step {checkpoint.Manifest.open(source, verify=False).step}" if source is not None else "the start"
             warnings = [f"{error.what}: training goes on from {where}", *(warnings if source is not None else [])]
+
+
+def _settled(cluster: Cluster, job: Job, run: Run) -> Job:
+    """The job on the hosts that there are; the wait for others in the place of lost ones may be interrupted."""
+    try:
+        with Interrupts(ending=True):
+            return cluster.settled(job)
+    except Interrupt:
+        fix = f"`verbund resume {run.path}` continues from the last checkpoint"
+        raise Interrupted("interrupted while it waited for hosts", where=str(run.path), fix=fix) from None
 
 
 def newest(run: Run) -> tuple[Path | None, list[str]]:

@@ -9,13 +9,15 @@ from verbund.cluster import requests
 from verbund.comm.wire import Deadline, WireError
 from verbund.errors import ClusterLost, InputError
 from verbund.run import Run
-from verbund.stage.elastic import bounds, fixed, rows_by_island
+from verbund.stage.elastic import bounds, rows_by_island, unscalable
 
 
 def scale(directory: Path | str, workers: int) -> dict[str, Any]:
     """Changes the number of workers of a run that another process trains; returns when that many train.
 
-    The numbers stay those of any other count of workers. The run's job stays as it is: a resume has its number.
+    Where workers are alike the numbers stay those of any other count; asynchronous islands come and go by whole
+    batches.
+    The run's job stays as it is: a resume has its number.
 
     Args:
         directory: the run.
@@ -35,7 +37,7 @@ def scale(directory: Path | str, workers: int) -> dict[str, Any]:
     if not run.being_trained:
         fix = f"`verbund resume {run.path} --workers {workers}` goes on with so many"
         raise InputError("the run is not being trained", where=where, fix=fix)
-    if (why := fixed(job)) is not None:
+    if (why := unscalable(job)) is not None:
         what = f"the number of workers cannot change while this run is trained: {why}"
         raise InputError(what, where=where, fix=resumed)
     limits = bounds(job)
@@ -45,8 +47,12 @@ def scale(directory: Path | str, workers: int) -> dict[str, Any]:
     if not limits.least <= workers <= limits.most:
         key = "min" if workers < limits.least else "max"
         what = f"{workers} workers are asked for, and this run takes {limits.least} to {limits.most}"
-        fix = f"`cluster.{key}_workers` sets the limit when it is started or resumed"
-        raise InputError(what, where="arguments", fix=fix)
+        limit = f"`cluster.{key}_workers` sets the limit when it is started or resumed"
+        raise InputError(what, where="arguments", fix=limit if workers > 0 else None)
+    size = 1 if not job.strategy.exchange.served else job.world // job.strategy.islands
+    if workers % size:
+        what = f"{workers} workers are asked for, and each island of this run has {size}"
+        raise InputError(what, where="arguments", fix=f"Give a multiple of {size}")
     deadline = 2 * job.cluster.step_deadline + job.cluster.lost_after
     try:
         answer = requests.ask(run.requests, workers, deadline)

@@ -29,13 +29,13 @@ from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
 from verbund.stage.mirrors import Mirrors
+from verbund.stage.paces import Paces
 from verbund.stage.recording import journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.refill import refills
 from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
 from verbund.stage.saving import Saver
-from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
@@ -60,13 +60,11 @@ def work(worker: Worker) -> dict[str, Any]:
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
     mirrors = Mirrors.of(worker, job)
-    refilled = refills(job) and (worker.joins or island.era > 0)
-    if refilled:
-        replica, state = take_place(worker, island, mirrors)
+    refilled = False
+    if refills(job):
+        replica, state, refilled = take_place(worker, island, mirrors, lambda: _begun(worker, island))
     else:
         replica, state = _begun(worker, island)
-        if mirrors is not None:
-            mirrors.meet(island.groups, island.mesh.rank)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = _tickets(island, replica)
     exchange = None
@@ -114,7 +112,7 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
 
 def _count(journal: Journal, links: Links, island: Island) -> None:
     """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
+    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.shared_bytes)
     journal.totals("memory", peak=peak_bytes())
 
 
@@ -219,7 +217,7 @@ class _Training:
             again = True
         elif self._new:
             again = self._regroup(lost)
-        elif self.island.era > 0:  # a worker was lost before all had met
+        elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
             self.replica.check_equal(self.step)
@@ -250,9 +248,9 @@ class _Training:
         self.worker.joins = False
         self.worker.doing(MEETING, self.step)
         self.saver.wait()
-        held = None
-        if refills(self.job):
-            held = self._held(lost)
+        if not self._new:
+            self._write()  # what its connections have moved can be read as long as they are there
+        held = self._held(lost) if refills(self.job) else None
         self.island.meet_anew(self.worker)
         if held is not None:
             self._regain(held, lost)
@@ -270,6 +268,7 @@ class _Training:
             "seconds": self._elapsed(),
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
             "recent": [row for _, row in self._recent],
+            "judged": self.judge.judged,
             **self.judge.state(),
         }
 
@@ -292,8 +291,6 @@ class _Training:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
         self._validated = -1
-        if self.replica.loss_scale is not None:
-            self.replica.loss_scale.load(state["loss_scale"])
         self._tell_regrouped(lost)
         self._record_again(state)
 
@@ -335,7 +332,7 @@ class _Training:
         train, rank = self.job.train, self.rank
         reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
         self.replica.balance.begin(self.step, self.tickets.whole)
-        self._slow = SlowWorkers(self.island.mesh, self.exchange is None, self._members(), self.job.strategy.stragglers)
+        self._paces = Paces(self.worker, self.island.mesh, self.exchange is None, self._members())
         if again:
             if self.step > self._first_step:
                 reason = self._after_step(reason)
@@ -363,14 +360,14 @@ class _Training:
                 sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
                 began = time.monotonic_ns()
                 if self._mirrors is not None:
-                    self._mirrors.finish()
+                    self._mirrors.finish(step + 1)
                 self.replica.update(step, sizes, sums, self.total_steps)
                 self.loss = sums.loss / sums.weight if sums.weight else math.nan
                 if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
                     raise self._diverged(step)
                 self.step += 1
                 self.samples += sum(sizes)
-                self._notice_slow(step, sizes, sums)
+                self._paces.record(self.replica.balance.counts(step, sizes), sums.told)
                 if train.check_replicas and self.step % train.check_replicas == 0:
                     compared = time.monotonic_ns()
                     self.replica.check_equal(self.step)
@@ -482,12 +479,6 @@ class _Training:
     def _members(self) -> Sequence[int]:
         """The numbers of the workers, by their place in the mesh."""
         return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
-
-    def _notice_slow(self, step: int, sizes: tuple[int, ...], sums: StepSums) -> None:
-        """Tells of workers that stay slower than the others."""
-        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
-            for text in self._slow.record(self.replica.balance.counts(step, sizes), sums.told):
-                self.worker.send("note", text=text)
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""

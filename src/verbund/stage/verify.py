@@ -13,6 +13,7 @@ from verbund.job import Job, parse_strategy
 from verbund.mesh.axes import Division, Mesh
 from verbund.stage import before
 from verbund.stage.processes import supervised, workers
+from verbund.stage.served import verified as served
 
 LIMITS = {"loss": 1e-5, "gradients": 1e-4, "parameters": 1e-4, "buffers": 1e-4}
 """The largest relative differences that pass, in float32."""
@@ -37,8 +38,9 @@ def verify(
     limit, in one process too. So where the limits are not kept both train once more in float64: if they agree there to
     four more digits, what differs is rounding, and the strategy has passed.
 
-    Compression of gradients is inexact, and left out; so are exchanges of islands that train alone, and parameter
-    servers: islands add up gradients here.
+    Parameter servers with `bulk_synchronous` steps are started, and parameters and losses of all steps compared. What
+    is inexact is left out, and islands add up gradients instead: compression, exchanges of islands that train alone,
+    and other consistencies.
 
     Args:
         job: what to train.
@@ -60,6 +62,9 @@ def verify(
     sides = [_plain(job, steps, None), _plain(job, steps, against or "")]
     if against is None and not job.train.micro_batch and job.train.batch_norm != "global":
         sides[1] = _with(sides[1], {"train.micro_batch": _samples_of_a_pass(sides[0])})
+    if served.exact(job):
+        exchange = job.strategy.exchange.model_dump(exclude_defaults=True)
+        sides[0] = _with(sides[0], {"strategy.exchange": exchange, **served.settings(steps)})
     notify = before.notifier(quiet)
     with before.cluster_of(sides[0]) as cluster:
         found = _compared(cluster, sides, steps, notify)
@@ -86,6 +91,11 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
             folder.mkdir()
             folders.append(str(folder))
             found_out = {"costs": facts.costs, "deferred": facts.deferred}
+            if side.strategy.exchange.served:
+                where, part = served.run(cluster, side, prepared, facts, folder / "run")
+                folders[-1] = str(where)
+                results.append([part])
+                continue
             settings = before.settings_of(side, prepared, **found_out, folder_out=str(folder), steps=steps)
             parts = supervised(cluster, side, workers(side, "verbund.stage.verifying:work", settings))
             for step in range(steps + 1):
@@ -93,7 +103,9 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
             results.append(parts)
         notify("comparing")
         fused = {**results[1][0]["fused"], **results[0][0]["fused"]}
-        found = _compare(cluster, sides[0], {"folders": folders, "fused": fused, "steps": steps})
+        kinds = served.KINDS if sides[0].strategy.exchange.served else [*served.KINDS, "gradients"]
+        told = {"folders": folders, "fused": fused, "steps": steps, "kinds": kinds}
+        found = _compare(cluster, sides[1], told)
     return _judged(sides, [parts[0]["losses"] for parts in results], found, results)
 
 
@@ -135,7 +147,8 @@ def _inexact(job: Job, against: str | None) -> list[str]:
         strategies.append(other.strategy)
     compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
     exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local or s.exchange.federated)
-    servers = any(s.exchange.served for s in strategies)
+    servers = any(s.exchange.served for s in strategies[int(served.exact(job)) :])
+    gradients = ["servers keep no gradients: losses and parameters were compared"] if served.exact(job) else []
     return [
         *(
             f"compression `{name}` is inexact: no comparison within rounding is possible, and gradients were added up "
@@ -151,12 +164,13 @@ def _inexact(job: Job, against: str | None) -> list[str]:
             [
                 (
                     "exchange `parameter_server`: no servers were started, and the islands added up their gradients in "
-                    "every step. With `bulk_synchronous` servers add up the same, so a run's losses compare directly"
+                    "every step; they are for a `strategy` whose consistency is `bulk_synchronous`, without `backup`"
                 )
             ]
             if servers
             else []
         ),
+        *gradients,
     ]
 
 
@@ -209,6 +223,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 def _name(job: Job) -> str:
     strategy = job.strategy
     words = [f"islands={strategy.islands}"] if strategy.islands > 1 else []
+    words += [f"exchange={strategy.exchange.name}"] if strategy.exchange.served else []
     words += [f"{axis}={size}" for axis, size in strategy.axes.items()]
     if "pipeline" in strategy.axes:
         words.append(f"schedule={strategy.schedule}")

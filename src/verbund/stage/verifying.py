@@ -113,20 +113,22 @@ def compare(worker: Worker) -> dict[str, Any]:
     fused = worker.settings["fused"]
     steps = int(worker.settings["steps"])
     worst: dict[str, dict[str, Any]] = {
-        kind: {"difference": 0.0, "tensor": None, "step": None} for kind in ("gradients", "parameters", "buffers")
+        kind: {"difference": 0.0, "tensor": None, "step": None}
+        for kind in ("gradients", "parameters", "buffers")
+        if kind in worker.settings["kinds"]
     }
     missing: list[str] = []
-    starts = [Checkpoint.open(checkpoint.folder(folder, 0)) for folder in folders]
-    for step in range(steps + 1):
+    start = Checkpoint.open(checkpoint.folder(folders[1], 0))
+    for step in range(0 if "gradients" in worst else 1, steps + 1):  # servers save no step 0
         sides = [Checkpoint.open(checkpoint.folder(folder, step)) for folder in folders]
         for kind, worst_of in worst.items():
             names = [set(side.names(kind)) for side in sides]
             missing += [f"{kind} {name} (step {step})" for name in sorted(names[0] ^ names[1])]
             common = sorted(names[0] & names[1])
-            scale = _global_rms(sides[1], starts[1], kind, common) if step else 1.0
+            scale = _global_rms(sides[1], start, kind, common) if step else 1.0
             for name in common:
                 a, b = (side.read(kind, name).double() for side in sides)
-                moved = b if kind == "gradients" or not step else b - starts[1].read(kind, name).double()
+                moved = b if kind == "gradients" or not step else b - start.read(kind, name).double()
                 # What is added to a parameter is rounded to its last digit, in every step.
                 epsilon = _epsilon(sides[1].dtype(kind, name)) if kind != "gradients" else 0.0
                 rounding = epsilon * step * b.abs()

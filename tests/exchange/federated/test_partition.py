@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbund.errors import InputError
-from verbund.exchange.federated.partition import Parts, divide
+from verbund.exchange.federated.partition import Parts, alike, divide
 from verbund.exchange.federated.sampling import sampled
 from verbund.job import Partition
 
@@ -86,6 +86,24 @@ def test_dirichlet_proportions_do_not_depend_on_the_number_of_samples() -> None:
         return np.array([np.bincount(values[parts.of(c)], minlength=4) / (len(values) / 4) for c in range(5)])
 
     np.testing.assert_allclose(shares(big), shares(small), atol=0.01)
+
+
+def test_other_samples_to_each_clients_taste() -> None:
+    values, others = labels(1, 4000), labels(2, 1000)
+    for name in ("dirichlet", "pathological", "shards"):
+        parts = divide(Partition.model_validate({"name": name}), 10, 7, 4000, values)
+        theirs = alike(parts, values, others, 7)
+        assert theirs.clients == 10
+        whole(theirs, 1000, 0)
+        for client in range(10):
+            mine = np.bincount(values[parts.of(client)], minlength=10) / 4
+            like = np.bincount(others[theirs.of(client)], minlength=10)
+            np.testing.assert_allclose(like, mine, atol=6)  # labels are not quite as frequent in both
+    column = divide(Partition(name="column", column="x"), None, 7, 4000, values)
+    theirs = alike(column, values, others, 7)
+    assert all((others[theirs.of(client)] == client).all() for client in range(10))
+    strange = alike(column, values, np.full(100, 99), 7)
+    whole(strange, 100, 0)
 
 
 def test_sizes_by_power_law_and_exponentially() -> None:

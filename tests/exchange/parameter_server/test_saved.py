@@ -201,6 +201,28 @@ def test_a_table_of_another_strategy_is_loaded_whole(tmp_path: Path) -> None:
     assert image.tensors["optimizer/step"] == 3.0
 
 
+def test_of_a_table_of_another_strategy_the_rows_that_were_used_are_kept(tmp_path: Path) -> None:
+    plan = Plan(tuple(tables(2, (1, 1.0))), spec("adam"), ASYNCHRONOUS)
+    holdings = Holdings(plan)
+    for number in range(2):
+        holdings.create(number, None)
+    first, moment = whole(holdings, "table"), torch.zeros(23, WIDTH)
+    first[5] += 1.0
+    moment[20, 0] = 0.5
+    pieces = [Piece.whole("parameters", "table", first), Piece.whole("optimizer", "table/exp_avg", moment)]
+    pieces += [Piece.whole("optimizer", "table/exp_avg_sq", torch.zeros(23, WIDTH))]
+    pieces += [Piece.whole("optimizer", "table/step", torch.tensor(3.0))]
+    with save(tmp_path, [pieces]) as checkpoint:
+        for number in range(2):
+            holdings.load(number, checkpoint)
+    assert torch.equal(whole(holdings, "table"), first)
+    assert [holdings.image(number).tensors["rows"].tolist() for number in range(2)] == [
+        [5],
+        [20 - plan.blocks[1].offset[0]],
+    ]
+    assert holdings.image(1).tensors["optimizer/exp_avg"][0, 0] == 0.5
+
+
 def test_rows_that_nobody_has_changed_are_not_loaded(tmp_path: Path) -> None:
     plan = Plan(tuple(tables(1, (1, 1.0), 5000, 64)), spec("adam"), ASYNCHRONOUS)
     holdings, other = Holdings(plan), Holdings(plan)

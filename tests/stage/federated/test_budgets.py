@@ -51,6 +51,34 @@ def test_a_budget_survives_kills_and_ends_the_rounds(
     assert [event["why"] for event in events if event["event"] == "ended"] == ["budget"]
 
 
+def test_local_noise_is_added_by_clients_who_keep_account(
+    tmp_path: Path, make_job: MakeJob, nursery: subprocess.Popen[str]
+) -> None:
+    """The server gets updates with noise and no losses; each client knows what it has spent, and so does the server."""
+    accountant = Accountant(1e-5)
+    accountant.spend(Event(noise=10.0), 2)
+    exact = accountant.spent()
+    noise = {"kind": "local", "noise": 20.0, "clip": 0.05, "budget": exact.epsilon + 1e-6}
+    federation = Federation(tmp_path / "local", make_job(changes=changes(**noise)), nursery)
+    for who in ("server", *NAMES):
+        federation.start(who)
+    assert federation.finish()["phase"] == "done"
+    log = federation.folder / "run" / "federated" / "audit.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    updates = [event for event in events if event["event"] == "update"]
+    assert len(updates) == 4
+    assert not any(event["sums"] or "state" in event for event in updates), "nothing without noise has left a client"
+    norms = [event["norm"]["mean"] for event in events if event["event"] == "stepped"]
+    values = 12 * 16 + 16 + 16 * 5 + 5
+    assert norms == pytest.approx([20.0 * 0.05 * values**0.5] * 2, rel=0.15)
+    assert [event["why"] for event in events if event["event"] == "ended"] == ["budget"]
+    for name in NAMES:
+        notes = [json.loads(line) for line in (federation.folder / name / "audit.jsonl").read_text().splitlines()]
+        spent = [note["epsilon"] for note in notes if note["event"] == "round"]
+        assert spent[-1] == exact.epsilon
+        assert spent[0] < spent[1]
+
+
 def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> None:
     def problems(policy: Policy, **privacy: Any) -> str:
         job = make_job(changes=changes(**privacy))
@@ -66,7 +94,7 @@ def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> Non
 @pytest.mark.parametrize(
     ("exchange", "key"),
     [
-        ({"privacy": {"kind": "local"}}, "privacy.kind"),
+        ({"privacy": {"kind": "distributed"}, "secure": {}}, "secure"),
         ({"privacy": {"kind": "central", "sampling": "poisson"}}, "privacy.sampling"),
         ({"secure": {}, "privacy": {"kind": "none"}}, "secure"),
     ],

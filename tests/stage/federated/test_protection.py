@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +15,14 @@ import torch
 
 from exchange.federated.secure.rounds import Federation, Play
 from trained import close
-from verbund.errors import JobError
+from verbund.errors import InputError, JobError
 from verbund.exchange.federated.privacy import Accountant, Event
 from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.secure.fixed_point import FixedPoint
 from verbund.job import Exchange
 from verbund.run import Run
 from verbund.stage import launch
+from verbund.stage.federated import packages
 
 RunJob = Callable[..., Run]
 UNIFORM = {"name": "fedavg", "weights": "uniform"}
@@ -107,6 +112,12 @@ def test_the_budget_ends_a_run(run_job: RunJob) -> None:
     assert run.summary["privacy"]["epsilon"] <= budget
 
 
+def test_a_budget_for_nothing_is_an_error(run_job: RunJob) -> None:
+    with pytest.raises(InputError, match=r"enough for 0 of 5 rounds. .privacy.noise. of about") as caught:
+        run_job(changes=settings(privacy={"kind": "central", "budget": 0.1}))
+    assert caught.value.exit_status == 2
+
+
 def test_a_value_out_of_range_names_client_and_parameter(run_job: RunJob) -> None:
     with pytest.raises(Exception, match=r"client \d, .*beyond 1e-06") as caught:
         run_job(changes=settings(secure={"range": 1e-6}))
@@ -119,10 +130,28 @@ def test_another_privacy_does_not_go_on_from_what_was_spent(run_job: RunJob) -> 
         launch.resume(run.path, {"strategy.exchange.privacy.kind": "local", "train.steps": 2})
 
 
+def test_missing_packages_are_named(make_job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(changes=settings(secure={}))
+    packages.check(job)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "cryptography" else found(name))
+    with pytest.raises(InputError, match=r"needs cryptography, which is not installed.*verbund\[federated\]"):
+        packages.check(job)
+    packages.check(make_job(changes=settings()))
+
+
+def test_without_protection_nobody_needs_its_packages(tmp_path: Path) -> None:
+    modules = "simulate, aggregate, island, client, serve"
+    code = f"import sys; from verbund.stage.federated import {modules}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"cryptography", "dp_accounting", "scipy"} & set(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("exchange", "said"),
     [
         ({"rule": "scaffold", "secure": {}}, "`scaffold` needs more"),
+        ({"cohort": 2, "secure": {}}, "cohort of 2 is less than `secure.minimum`"),
         ({"privacy": "distributed"}, "needs secure aggregation"),
         ({"privacy": {"kind": "central", "sampling": "poisson"}, "secure": {}}, "would tell who came"),
         ({"privacy": "examples"}, "not available in jobs"),

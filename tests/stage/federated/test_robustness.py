@@ -152,7 +152,7 @@ def test_fedprox_gains_where_clients_do_part_of_their_work(tmp_path: Path) -> No
             work = [Assignment(c, number, number, parameters, share=share) for c, share in enumerate(shares)]
             trained = list(found.rounds._clients.train(work, {}))
             assert [update.local_steps for update, _ in trained] == [12, 1, 6, 3]
-            found.rounds.step([0, 1, 2, 3], iter([(trained, 0.0)]))
+            found.rounds.step(number, [0, 1, 2, 3], iter([(trained, 0.0)]))
         far[str(rule)] = abs(float(found.server.parameters["weight"]) - optimum)
     plain, proximal = far.values()
     assert proximal < 0.6 * plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,18 @@ def test_turns_over_several_workers(run_job: RunJob) -> None:
     close(alone, two, 1e-6)
 
 
-@pytest.mark.parametrize("rule", ["fedadam", "scaffold", {"name": "ditto", "proximal": 0.1}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "fedadam",
+        "scaffold",
+        {"name": "ditto", "proximal": 0.1},
+        {"name": "fedbuff", "buffer": 2},
+        {"name": "fedper", "personal": ["2.*"]},
+        {"name": "fedrep", "personal": ["2.*"]},
+    ],
+    ids=str,
+)
 def test_resuming_changes_no_bit(rule: Any, run_job: RunJob) -> None:
     """Parameters, the rule's moments, and what each client keeps go on."""
     how = settings(rule, cohort=5, partition={"name": "dirichlet", "alpha": 0.5})
@@ -85,6 +97,18 @@ def test_resuming_changes_no_bit(rule: Any, run_job: RunJob) -> None:
     assert [e["round"] for e in events(part, "round")] == list(range(6))
 
 
+@pytest.mark.parametrize("rule", ["scaffold", {"name": "fedbuff", "buffer": 2}], ids=str)
+def test_what_clients_keep_is_for_the_same_clients_alone(rule: Any, run_job: RunJob) -> None:
+    how = settings(rule, cohort=5)
+    run = run_job(changes={**how, "train.steps": 3})
+    other = {**how["strategy.exchange"], "partition": {"name": "dirichlet", "alpha": 0.5}}
+    run = launch.resume(run.path, {"strategy.exchange": other, "train.steps": 6})
+    assert any("Clients have other samples than before" in note for note in run.summary["notes"])
+    assert run.summary["steps"] == 6
+    run = launch.resume(run.path, {"strategy.exchange": {**other, "rule": "fedavg"}, "train.steps": 8})
+    assert any("its state, and what clients kept, was dropped" in note for note in run.summary["notes"])
+
+
 def test_a_run_is_validated_predicted_and_goes_on_otherwise(run_job: RunJob, tmp_path: Any) -> None:
     how = {**settings("fedadam", cohort=4), "data.validation_fraction": 0.2, "train.epochs": 2, "train.steps": None}
     run = run_job(changes={**how, "validate.every": "epoch"})
@@ -95,6 +119,29 @@ def test_a_run_is_validated_predicted_and_goes_on_otherwise(run_job: RunJob, tmp
     assert launch.predict(run.path, str(tmp_path / "data.npz")).is_file()
     plain = launch.resume(run.path, {"strategy.exchange": "all_reduce", "train.epochs": None, "train.steps": 6})
     assert any("state of the exchange `federated` was dropped" in note for note in plain.summary["notes"])
+
+
+def test_personal_models_are_validated_on_samples_like_their_clients(run_job: RunJob) -> None:
+    """Two kinds of clients that call the same things by opposite names: no single model fits both, two heads do."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(800, 12)).astype(np.float32)
+    who = random.integers(0, 8, 800)
+    y = np.where(who % 2 == 0, x[:, 0] > 0, x[:, 0] <= 0).astype(np.int64)
+    how = settings(clients=None, local_epochs=2, partition={"name": "column", "column": "who"})
+    how |= {"data.validation_fraction": 0.25, "train.steps": 6}
+    found = {}
+    for rule in ("fedavg", {"name": "fedper", "personal": ["2.*"]}, {"name": "ditto", "proximal": 0.01}):
+        exchange = {**how["strategy.exchange"], "rule": rule}
+        run = run_job(changes={**how, "strategy.exchange": exchange}, x=x, y=y, who=who)
+        found[str(rule)] = run.summary["metrics"]["accuracy"]["last"]
+        if "fedper" in str(rule):
+            two = run_job(
+                changes={**how, "strategy.exchange": exchange, "strategy.mesh": {"data": 2}}, x=x, y=y, who=who
+            )
+            assert two.summary["metrics"]["accuracy"]["last"] == pytest.approx(found[str(rule)], abs=0.011)
+    averaged, *personal = found.values()
+    assert averaged < 0.65
+    assert min(personal) > 0.85
 
 
 def test_scaffold_finds_the_optimum_where_averaging_does_not(run_job: RunJob) -> None:
@@ -150,12 +197,26 @@ def test_the_journal_tells_of_every_round(run_job: RunJob) -> None:
         ({"rule": {"name": "fedper", "personal": ["nope.*"]}}, "matches no parameter"),
         ({"rule": {"name": "fedper", "personal": ["*"]}}, "no parameter is left"),
         ({"rule": "fedbn"}, "no normalisation layer"),
+        ({"partition": {"name": "column", "column": "y"}, "clients": None, "cohort": 6}, "more than the 5 clients"),
+        ({"partition": {"name": "column", "column": "y"}, "clients": None, "rule": "bulyan"}, "needs 7 updates"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_starts(changes: dict[str, Any], said: str, run_job: RunJob) -> None:
+def test_what_cannot_be_is_told_before_anything_starts(
+    changes: dict[str, Any], said: str, run_job: RunJob, tmp_path: Path
+) -> None:
     how = settings(**{k: v for k, v in changes.items() if k != "rule"}, rule=changes.get("rule", "fedavg"))
     with pytest.raises(InputError, match=said):
         run_job(changes=how)
+    assert not list(tmp_path.glob("run-*"))
+
+
+def test_a_step_of_one_sample_and_too_many_workers_are_told(run_job: RunJob, tmp_path: Path) -> None:
+    norm = DROPOUT.replace("nn.Dropout(0.5)", "nn.BatchNorm1d(16)")
+    with pytest.raises(InputError, match="has 29 samples, so that one step of 7 has a single one left"):
+        run_job(norm, {**settings(clients=7), "train.global_batch": 7})
+    with pytest.raises(InputError, match="3 workers cannot share 2 clients"):
+        run_job(changes={**settings(cohort=2), "strategy.mesh": {"data": 3}})
+    assert not list(tmp_path.glob("run-*"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import mmap
 import os
 import secrets
 import select
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +71,7 @@ class Arena(Memory):
             super().__init__(self._descriptor, size)
         except (OSError, ValueError, AttributeError) as error:
             raise Unavailable(f"no memory can be shared: {_reason(error)}") from None
+        weakref.finalize(self, os.close, self._descriptor)  # else its memory would stay when nobody uses it any more
         self._map[:_TOKEN] = secrets.token_bytes(_TOKEN)
 
     def take(self, size: int) -> int:
@@ -109,6 +112,8 @@ class Neighbour:
 
     memory: Memory
     life: int
+    close: Callable[[], object]
+    """Closes the descriptor; so does the end of the last reference."""
 
     @staticmethod
     def of(record: dict[str, Any]) -> Neighbour:
@@ -128,16 +133,14 @@ class Neighbour:
             raise Unavailable(f"the memory of another worker cannot be mapped: {_reason(error)}") from None
         if memory.token() != record["token"]:
             raise Unavailable("the memory of another worker is not what it should be")
-        return Neighbour(memory, life)
-
-    def close(self) -> None:
-        os.close(self.life)
+        return Neighbour(memory, life, weakref.finalize(memory, os.close, life))
 
 
 class Lives:
     """Watches over neighbours, by numbers that the caller gives them."""
 
     def __init__(self, neighbours: dict[int, Neighbour]) -> None:
+        self._neighbours = neighbours  # their descriptors are open as long as they are
         self._poll = select.poll()
         self._memories = {number: neighbour.memory for number, neighbour in neighbours.items()}
         self._numbers = {neighbour.life: number for number, neighbour in neighbours.items()}

@@ -63,8 +63,6 @@ class Host:
         except Unavailable as error:
             problem = str(error)
         if note := _note(exchange({"problem": problem})):
-            for neighbour in neighbours.values():
-                neighbour.close()
             return None, note
         return Host(arena, number, hosts, neighbours), None
 

@@ -1,12 +1,13 @@
 """Which client of a simulation has which samples: functions of the seed, with numpy alone.
 
-Every sample belongs to exactly one client. Proportions of labels depend on seed, client and label, not on how many
-samples there are, so that validation samples divided with the same seed are to each client's taste.
+Every sample belongs to exactly one client.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ class Parts:
     def sizes(self) -> Ids:
         """Samples of each client, int64 [clients]."""
         return np.diff(self.starts)
+
+    @cached_property
+    def digest(self) -> int:
+        """Tells one partition from another."""
+        return zlib.crc32(self.starts.tobytes(), zlib.crc32(self.order.tobytes()))
 
     def of(self, client: int) -> Ids:
         """Positions of a client's samples."""
@@ -98,6 +104,30 @@ def divide(
         shares = (rank + 1) ** -settings.alpha if settings.name == "power" else np.exp(-settings.alpha * rank)
         sizes = _with_minimum(_rounded(shares / shares.sum(), samples), max(settings.minimum, 1))
     return Parts(_shuffled(np.arange(samples), key(seed, 0)), _starts(sizes))
+
+
+def alike(parts: Parts, values: NDArray[Any], others: NDArray[Any], seed: int) -> Parts:
+    """Divides other samples, such as those for validation, to each client's taste: of those with some label (or value
+    of a column) each client gets the share that it has of the samples with it; clients may get none.
+
+    Args:
+        parts: who has which samples.
+        values: their labels, [samples].
+        others: the labels of the other samples, [others].
+        seed: of the job.
+    """
+    labels, of_label = np.unique(values, return_inverse=True)
+    owner = np.empty(len(parts.order), np.int64)
+    owner[parts.order] = np.repeat(np.arange(parts.clients), parts.sizes)
+    mine = np.empty(len(others), np.int64)
+    for number, label in enumerate(np.unique(others).tolist()):
+        positions = _shuffled(np.flatnonzero(others == label), key(seed, 8, number))
+        place = int(np.searchsorted(labels, label))
+        known = place < len(labels) and labels[place] == label
+        counts = np.bincount(owner[of_label == place] if known else owner, minlength=parts.clients)
+        mine[positions] = np.repeat(np.arange(parts.clients), _rounded(counts / counts.sum(), len(positions)))
+    order = np.argsort(mine, kind="stable").astype(np.int64)
+    return Parts(order, _starts(np.bincount(mine, minlength=parts.clients)))
 
 
 def _by_column(values: NDArray[Any], clients: int | None) -> Parts:

@@ -6,6 +6,7 @@ its numbers are those of the protocol bit for bit. Its noise is a function of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,15 +69,15 @@ class Protection:
         if self.secure is not None and self.privacy.kind != "distributed":
             self._round(0, self._cohort, 0)
 
-    @property
-    def needed(self) -> bool:
-        """Whether there is any."""
-        return self.secure is not None or self.privacy.kind != "none"
-
     def weight(self, weight: float) -> int:
         """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
         assert self.secure is not None
         return min(max(round(weight), 1), self.secure.max_weight) if self._by_samples else 1
+
+    @property
+    def known(self) -> list[int]:
+        """Under local privacy: the clients that have sent something."""
+        return list(self._times)
 
     def affords(self, cohort: Sequence[int]) -> bool:
         """Whether a round of these clients stays within the budget."""
@@ -87,7 +88,11 @@ class Protection:
         return self.accountant.affords(self._event(len(cohort)))
 
     def outlook(self, rounds: int) -> str | None:
-        """What to expect of the budget, a sentence; None if it is enough for so many more rounds."""
+        """What to expect of the budget, a sentence; None if it is enough for so many more rounds.
+
+        Raises:
+            InputError: if it is not enough for the first one.
+        """
         if self.accountant is None or self.accountant.budget is None:
             return None
         event = self.local.event if self.local is not None else self._event(self._cohort)
@@ -95,12 +100,17 @@ class Protection:
         if enough == rounds:
             return None
         who = " of one client" if self.local is not None else ""
-        text = f"The privacy budget of {self.accountant.budget:g} is enough for {enough} of {rounds} rounds{who}"
+        text = f"he privacy budget of {self.accountant.budget:g} is enough for {enough} of {rounds} rounds{who}"
         if self.accountant.releases:
-            return text
+            return f"T{text}"
         factor = 2.0 if self.local is not None else 1.0  # see its event
         needed = factor * noise_for(self.accountant.budget, self.accountant.delta, rounds, self.rate)
-        return f"{text}; `privacy.noise` of about {needed:.2g} would be enough for all"
+        advice = f"`privacy.noise` of about {needed:.2g} would be enough for all"
+        if math.isinf(needed):
+            advice = "no noise would be enough for all: raise it"
+        if not enough:
+            raise InputError(f"t{text}", where="strategy.exchange.privacy.budget", fix=advice)
+        return f"T{text}; {advice}"
 
     def begin(self, number: int, cohort: Sequence[int]) -> ProtectedSums:
         """The sums of a round, whose cost is spent herewith.

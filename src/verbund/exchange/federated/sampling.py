@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 
 from verbund.data.hashing import key
 from verbund.data.permutation import Permutation
 
-_SALT = 0xC0407
+_SALT, _ONE = 0xC0407, 0x0E5
+_BLOCK = 64
 
 
 def joined(seed: int, round_: int, clients: int, rate: float) -> list[int]:
@@ -21,3 +24,17 @@ def sampled(seed: int, round_: int, clients: int, size: int) -> list[int]:
     """`size` of the clients 0 … clients − 1, in ascending order, without replacement, all equally likely."""
     places = Permutation(clients, key(seed, _SALT, round_))(np.arange(size))
     return sorted(int(place) for place in places)
+
+
+def drawn(seed: int, number: int, clients: int, taken: Set[int]) -> int:
+    """One of the clients that are not taken, all equally likely: a function of the seed and the draw's number.
+
+    Raises:
+        ValueError: if all are taken.
+    """
+    order = Permutation(clients, key(seed, _ONE, number))
+    for low in range(0, clients, _BLOCK):
+        for client in order(np.arange(low, min(low + _BLOCK, clients))).tolist():
+            if client not in taken:
+                return int(client)
+    raise ValueError(f"all {clients} clients are taken")

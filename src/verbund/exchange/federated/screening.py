@@ -41,6 +41,14 @@ class Screening:
         Raises:
             Refused: if it cannot be used.
         """
+        return self.measured(update)[0]
+
+    def measured(self, update: Update) -> tuple[Update, float]:
+        """The same, and the norm of the difference as it came.
+
+        Raises:
+            Refused: if it cannot be used.
+        """
         _check_names("difference", update.difference, self._expected)
         _check_names("aux", update.aux, self._aux)
         if NORMALISER in self._aux and not float(update.aux[NORMALISER]) > 0:
@@ -51,10 +59,12 @@ class Screening:
             raise Refused(f"{update.local_steps} local steps")
         weight = update.weight if self._settings.by_samples else 1.0
         weight = min(weight, self._settings.max_weight or weight)
-        difference = update.difference
-        if (bound := self._settings.clip_norm) is not None and (length := norm(difference)) > bound:
+        difference, length = update.difference, norm(update.difference)
+        if not math.isfinite(length) or not math.isfinite(norm(update.aux)):
+            raise Refused(f"`{_not_finite({**update.difference, **update.aux})}` has values that are no finite numbers")
+        if (bound := self._settings.clip_norm) is not None and length > bound:
             difference = {name: values * (bound / length) for name, values in difference.items()}
-        return replace(update, weight=weight, difference=difference)
+        return replace(update, weight=weight, difference=difference), length
 
     @property
     def compares(self) -> bool:
@@ -87,5 +97,10 @@ def _check_names(what: str, given: Mapping[str, Tensor], expected: Mapping[str, 
     for name, values in given.items():
         if tuple(values.shape) != expected[name]:
             raise Refused(f"`{name}` has shape {list(values.shape)}, not {list(expected[name])}")
-        if not bool(torch.isfinite(values).all()):
-            raise Refused(f"`{name}` has values that are no finite numbers")
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """The first of them that is to blame for a norm that is no finite number."""
+    return next(
+        (name for name, values in tensors.items() if not math.isfinite(norm({name: values}))), next(iter(tensors))
+    )

@@ -91,14 +91,27 @@ def _load_table(block: Block, checkpoint: Checkpoint, optimizer: ServerOptimizer
             filler = Filler(float(table.first.moments[moments[0]]))
             rows = checkpoint.stored_rows("optimizer", f"{block.name}/{moments[0]}", start, end, filler)
     if table.lazy or moments:
+        whole = rows is None
         rows = torch.arange(start, end) if rows is None else rows
         for some in torch.split(rows, _rows_at_once(block)):
             state = {key: checkpoint.gather("optimizer", f"{block.name}/{key}", some) for key in moments}
-            table.put(some - start, checkpoint.gather("parameters", block.name, some), state)
+            values = checkpoint.gather("parameters", block.name, some)
+            if whole and table.lazy:  # of another strategy, which has all rows
+                used = _used(table, some - start, values, state)
+                some, values, state = some[used], values[used], {key: value[used] for key, value in state.items()}
+            table.put(some - start, values, state)
     if keys:
         none = torch.empty(0, dtype=torch.int64)
         table.put(none, torch.empty((0, *block.length[1:]), dtype=dtype), numbers)
     return table
+
+
+def _used(table: Table, rows: Tensor, values: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """A mask of those rows of a block that are not as they are made."""
+    used = (values != table.gather(rows)).flatten(1).any(1)
+    for key, value in state.items():
+        used |= (value != table.first.moments[key]).flatten(1).any(1)
+    return used
 
 
 def _table_pieces(table: Table) -> Iterator[Piece]:

@@ -48,6 +48,7 @@ class ServedRows:
         self._trained = {table.name for table in remote.tables if table.trained}
         self._names = {number: plan.blocks[number].name for number in self._blocks}
         self._versions: dict[int, int] = {}
+        self._taught: tuple[dict[str, tuple[Tensor, Tensor]], dict[int, int]] = {}, {}
         self.ticket = 0
         """For which rows are pulled."""
         self.least = 0
@@ -79,19 +80,27 @@ class ServedRows:
         self._versions.clear()
         self._remote.clear()
 
+    def add_up(self) -> None:
+        """What the ticket has taught the island as a whole is added up; to be called by all of its workers."""
+        gradients = {name: of for name, of in self._remote.gradients().items() if name in self._trained}
+        self._taught = gradients, dict(self._versions)
+        if self._group.world > 1:
+            self._taught = self._gathered(*self._taught)
+
+    def square(self) -> float:
+        """The squared norm of what was added up."""
+        return sum(float(torch.linalg.vector_norm(values).double()) ** 2 for _, values in self._taught[0].values())
+
     def parts(self, every: bool) -> list[Part]:
-        """What the ticket has taught, of the island as a whole; to be called by all of its workers.
+        """What was added up, as parts of a push.
 
         Args:
             every: name the blocks too of which no row was touched, where a ticket counts only with all of them.
         """
-        gradients = self._remote.gradients()
-        versions = dict(self._versions)
-        if self._group.world > 1:
-            gradients, versions = self._gathered(gradients, versions)
+        gradients, versions = self._taught
         parts = []
         for name, (rows, values) in gradients.items():
-            if name in self._trained and len(rows):
+            if len(rows):
                 parts += self._client.tables.parts(name, rows, values, versions)
         if every:
             touched = {part.block for part in parts}

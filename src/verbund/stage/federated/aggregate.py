@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.errors import InputError
 from verbund.exchange.federated.content import Content
-from verbund.exchange.federated.protection import Protection
 from verbund.exchange.federated.rule import Rule, SumRule
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Refused, Screening, norm
@@ -26,9 +25,13 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.stage.federated import evaluation
+from verbund.stage.federated.conversation import number_of
 from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.orders import Order, obey
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.protection import Protection
 
 _RULE = "rule"
 
@@ -140,8 +143,9 @@ class Aggregator:
         if refused:
             return {"refused": refused}
         protection = self._protection(order["privacy"])
-        after = self._protected(protection, order, rule, parameters, updates) if protection else None
-        if after is None:
+        if protection is not None:
+            after = self._protected(protection, order, rule, parameters, updates)
+        else:
             after = rule.step(parameters, updates)
         norms = [norm(update.difference) for update in updates]
         weights = [update.weight for update in updates]
@@ -166,8 +170,10 @@ class Aggregator:
     def _protection(self, state: dict[str, Any] | None) -> Protection | None:
         """Differential privacy as it is after what was released so far; None: there is none."""
         exchange = self._job.strategy.exchange
-        if exchange.privacy.kind == "none":
+        if not exchange.protected:
             return None
+        from verbund.exchange.federated.protection import Protection  # packages that not everybody has
+
         shapes = {name: tuple(values.shape) for name, values in self._first.items()}
         protection = Protection(exchange, shapes, self._clients, None, None)
         if state is not None:
@@ -182,6 +188,9 @@ class Aggregator:
         parameters: dict[str, Tensor],
         updates: list[Update],
     ) -> dict[str, Tensor]:
+        if protection.local is not None:  # clients have added the noise; what they have spent is known here too
+            protection.begin(order["round"], sorted(number_of(str(facts["client"])) for facts in order["updates"]))
+            return rule.step(parameters, updates)
         assert isinstance(rule, SumRule)
         sums = protection.begin(order["round"], range(len(updates)))
         for place, update in enumerate(updates):
@@ -194,7 +203,7 @@ class Aggregator:
         return {
             "privacy": {
                 "state": protection.state(),
-                "enough": protection.affords(range(self._clients)),
+                "enough": protection.affords(protection.known or range(self._clients)),
                 "spent": protection.accountant.summary(),
                 "outlook": protection.outlook(self._job.train.steps or 0),
             }

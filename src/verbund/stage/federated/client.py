@@ -13,7 +13,8 @@ from pathlib import Path
 from verbund import task
 from verbund.cluster.process import Cluster
 from verbund.cluster.replacements import Budget
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.data.manifest import Manifest
 from verbund.data.prepare import Prepared, needed
 from verbund.errors import DataError, Interrupted, JobError, RunFailed, VerbundError

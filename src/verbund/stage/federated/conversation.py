@@ -111,6 +111,7 @@ class Conversation:
         except InputError as error:
             self._fail(round_, error)
             return
+        released = self._state.release() if self._noisy else 0
         try:
             done = self._do(
                 {
@@ -121,17 +122,26 @@ class Conversation:
                     "client": self._number,
                     "memory": str(self._state.memory) if self._state.memory.exists() else None,
                     "keep": str(self._state.next_memory),
-                    "evaluate": self._policy.metrics and self._validated,
+                    "evaluate": self._told,
+                    "released": released,
                 }
             )
         except Interrupted:
             raise
         except ClusterLost as error:  # others take their places, and the server still waits for this client
+            if self._noisy:
+                self._state.release(-1)  # nothing of it has left
             self._home.note("lost", round=round_, error=error.record())
             self._notify(f"round {round_} begins anew here: {error}")
             return
         except VerbundError as error:
             self._fail(round_, error)
+            return
+        if (spent := done.get("spent")) is not None:
+            self._state.release(-1)
+            self._notify(f"round {round_} is declined: one more update would exceed the privacy budget. {spent}")
+            self._home.note("declined", round=round_, why=f"privacy: {spent}", server=self._line.head)
+            self._line.ask("report", {"round": round_, "state": "declined", "reason": "privacy.budget"})
             return
         facts = {**done["facts"], "round": round_, "seconds": done["seconds"]}
         self._state.trained(facts, bool(done["kept"]))
@@ -159,6 +169,7 @@ class Conversation:
             update=digest,
             bytes=facts["bytes"],
             counts=counts,
+            epsilon=facts.get("epsilon"),
             server=self._line.head,
         )
         self._state.settled(counts)
@@ -172,7 +183,7 @@ class Conversation:
 
     def _evaluate(self, task: dict[str, Any]) -> None:
         state = None
-        if self._policy.metrics and self._validated:
+        if self._told:
             self._line.fetch(task["sha256"], int(task["size"]), self._state.content)
             memory = str(self._state.memory) if self._state.memory.exists() else None
             order = {"order": "evaluate", "sha256": task["sha256"], "memory": memory, "evaluate": True}
@@ -191,8 +202,14 @@ class Conversation:
         self._home.note("ended", done=bool(task.get("done")), server=self._line.head)
 
     @property
-    def _validated(self) -> bool:
-        return self._job.data.validation_fraction > 0
+    def _noisy(self) -> bool:
+        """Whether nothing leaves this client without noise."""
+        return self._job.strategy.exchange.privacy.kind == "local"
+
+    @property
+    def _told(self) -> bool:
+        """Whether the server hears of metrics."""
+        return self._policy.metrics and self._job.data.validation_fraction > 0 and not self._noisy
 
     def _do(self, order: dict[str, Any]) -> dict[str, Any]:
         with self._lock:

@@ -97,18 +97,20 @@ class JobState:
     Args:
         folder: of the job.
         counted: rounds in which its update counted.
+        released: updates with noise of their own that were begun, whether or not they came to anything.
         pending: the update that was trained and of which it is not known yet whether it counts.
     """
 
     folder: Path
     counted: int = 0
     pending: dict[str, Any] | None = None
+    released: int = 0
 
     @staticmethod
     def kept(folder: Path) -> JobState:
         """What is on disk."""
         found = read(folder / "state.json") or {}
-        return JobState(folder, int(found.get("counted", 0)), found.get("pending"))
+        return JobState(folder, int(found.get("counted", 0)), found.get("pending"), int(found.get("released", 0)))
 
     @property
     def content(self) -> Content:
@@ -124,6 +126,12 @@ class JobState:
     def next_memory(self) -> Path:
         """The same of the update that is pending."""
         return self.folder / "memory.next"
+
+    def release(self, many: int = 1) -> int:
+        """Counts one more that is begun, before it is, or takes back one that was not; how many there are now."""
+        self.released += many
+        self._write()
+        return self.released
 
     def trained(self, facts: dict[str, Any], kept: bool) -> None:
         """An update is there, and goes to the server now."""
@@ -143,7 +151,7 @@ class JobState:
         self.next_memory.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        write(self.folder / "state.json", {"counted": self.counted, "pending": self.pending})
+        write(self.folder / "state.json", {"counted": self.counted, "pending": self.pending, "released": self.released})
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,22 @@ class Training:
         island = self._island
         positions = np.arange(len(island.train_set), dtype=np.int64)
         assignment = Assignment(order["client"], order["round"], order["version"], shared, told)
+        privacy = island.job.strategy.exchange.privacy
+        noisy = account = None
+        if privacy.kind == "local":
+            from verbund.exchange.federated.privacy import Accountant, LocalPrivacy  # packages that not everybody has
+
+            noisy = LocalPrivacy(privacy)
+            account = Accountant(privacy.delta, privacy.budget, noisy.protects)
+            account.load([{"event": noisy.event.record(), "count": order["released"] - 1}])
+            if not account.affords(noisy.event):
+                return {"spent": account.statement()}
+            account.spend(noisy.event)
         update, kept = self._local.train(assignment, positions, memory)
         if island.mesh.rank:
             return {}
+        if noisy is not None:  # the losses, which have no noise, stay here
+            update = replace(update, difference=noisy.protected(update.difference, order["round"]), metrics={})
         digest = self._content.put(packed(difference=update.difference, aux=update.aux))
         path = Path(order["keep"])
         if kept:
@@ -79,6 +93,8 @@ class Training:
             "local_steps": update.local_steps,
             "sums": {name: [float(total), float(weight)] for name, (total, weight) in update.metrics.items()},
         }
+        if account is not None:
+            facts["epsilon"] = account.spent().epsilon
         return {"facts": facts if state is None else {**facts, "state": state}, "kept": bool(kept)}
 
     def _own(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:

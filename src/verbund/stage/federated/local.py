@@ -121,6 +121,11 @@ class LocalTraining:
             for buffer, values in self._counts:
                 buffer.get().copy_(values)
 
+    def own_model(self, shared: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
+        """The model that a client has for itself: what is shared, but for what it keeps of its own."""
+        own = {name: memory.get(f"{PERSONAL}{name}", values) for name, values in shared.items()}
+        return own | {n: memory.get(f"{PERSONAL}{n}", self.first_personal[n]) for n in self.side.personal}
+
     def train(self, assignment: Assignment, positions: Ids, memory: Memory) -> tuple[Update, Memory]:
         """Trains on one client's samples.
 
@@ -138,8 +143,8 @@ class LocalTraining:
         side = self.side
         order = self.order(assignment, positions)
         base = dict(assignment.parameters)
-        own = {name: memory.get(f"{PERSONAL}{name}", self.first_personal[name]) for name in side.personal}
-        self.put({**base, **own})
+        own = self.own_model(base, memory)
+        self.put(own if side.own_model is None else base)
         shift = side.shift(assignment.told, memory)
         loss, weight = self._run(order, assignment.round, base, side.proximal, shift)
         now = self._read(side.shared)
@@ -148,7 +153,7 @@ class LocalTraining:
         aux, kept = side.after(assignment.told, memory, difference, order.steps, rates, momentum)
         kept |= {f"{PERSONAL}{name}": values.clone() for name, values in self._read(side.personal).items()}
         if side.own_model is not None:
-            self.put({name: memory.get(f"{PERSONAL}{name}", values) for name, values in base.items()})
+            self.put(own)
             self._run(order, assignment.round, base, side.own_model, {})
             kept |= {f"{PERSONAL}{name}": values.clone() for name, values in self._read(side.shared).items()}
         update = Update(

@@ -47,7 +47,7 @@ class Offer:
         privacy = asked.privacy
         unavailable = {
             "secure": asked.secure is not None,
-            "privacy.kind": privacy.kind not in ("none", "central"),
+            "privacy.kind": privacy.kind not in ("none", "central", "local"),
             "privacy.sampling": privacy.sampling != "fixed",
         }
         for key, wanted in unavailable.items():

@@ -12,7 +12,7 @@ from verbund.data.manifest import Manifest
 from verbund.data.prepare import names_of
 from verbund.data.samples import ColumnFiles, Samples
 from verbund.errors import InputError, nearest
-from verbund.exchange.federated.partition import BY_LABEL, Parts, divide
+from verbund.exchange.federated.partition import BY_LABEL, Parts, alike, divide
 from verbund.job import Job
 
 _WHERE = "strategy.exchange.partition.column"
@@ -35,6 +35,24 @@ def parts_of(job: Job, samples: Samples, store: str | None) -> Parts:
     if exchange.partition.name in (*BY_LABEL, "column"):
         values = _values(job, samples, store)
     return divide(exchange.partition, exchange.clients, job.seed, len(samples), values)
+
+
+def parts_alike(
+    job: Job, parts: Parts, samples: Samples, store: str | None, others: Samples, theirs: str | None
+) -> Parts:
+    """Which client has which of other samples, so that they are like its own; see `alike`.
+
+    Args:
+        job: the partition.
+        parts: who has which samples.
+        samples: these.
+        store: the folder that they lie in, if there is one.
+        others: those to be divided.
+        theirs: the folder that those lie in.
+    """
+    if job.strategy.exchange.partition.name in (*BY_LABEL, "column"):
+        return alike(parts, _values(job, samples, store), _values(job, others, theirs), job.seed)
+    return alike(parts, np.zeros(len(samples)), np.zeros(len(others)), job.seed)
 
 
 def _values(job: Job, samples: Samples, store: str | None) -> NDArray[Any]:

@@ -8,11 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
+from verbund.checkpoint.piece import Piece
+from verbund.checkpoint.read import Checkpoint
 from verbund.comm.collectives import Group
 from verbund.errors import RunFailed
+from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.rule import SumRule, Sums
+from verbund.exchange.federated.sampling import joined, sampled
 from verbund.exchange.federated.screening import Refused, norm
 from verbund.exchange.federated.update import Update
+from verbund.job import Job
 from verbund.stage.federated.clients import Clients, Trained
 from verbund.stage.federated.gathering import gather
 from verbund.stage.federated.local import Assignment
@@ -85,33 +90,71 @@ class Rounds:
     """What plays rounds.
 
     Args:
+        job: the seed, and how many clients train in a round.
         server: its state.
         clients: what trains.
+        parts: whose samples are whose.
         group: the workers that share a cohort.
     """
 
-    def __init__(self, server: SimulatedServer, clients: Clients, group: Group) -> None:
-        self._server, self._clients, self._group = server, clients, group
+    def __init__(self, job: Job, server: SimulatedServer, clients: Clients, parts: Parts, group: Group) -> None:
+        self._server, self._clients, self._parts, self._group = server, clients, parts, group
+        self._seed, self._size = job.seed, job.strategy.exchange.cohort_size(parts.clients)
+        self._buffer = job.strategy.exchange.rule.buffer or self._size
         self.down = _bytes(server.parameters) + _bytes(dict(server.rule.told()))
         """Bytes that a client would receive."""
         self.up = _bytes(server.parameters) + _bytes(dict(server.rule.told()))
         """Bytes that a client would send: as much, whatever the rule."""
         self._chunk = max(_CHUNK_BYTES // max(self.up, 1), group.world)
+        self._begin()
 
-    def play(self, number: int, cohort: list[int], flag: float) -> Round:
+    def _begin(self) -> None:
+        """What a kind of rounds has to keep."""
+
+    def cohort(self, number: int) -> list[int]:
+        """The clients of a round: a function of the seed."""
+        protection, clients = self._server.protection, self._parts.clients
+        if protection is not None and protection.rate is not None:
+            return joined(self._seed, number, clients, protection.rate)
+        return sampled(self._seed, number, clients, self._size)
+
+    def affordable(self, number: int) -> bool:
+        """Whether the privacy budget, if there is one, is enough for a round."""
+        protection = self._server.protection
+        return protection is None or protection.affords(self.cohort(number))
+
+    def play(self, number: int, flag: float) -> Round:
         """All clients of a cohort train, and the server takes its step.
 
         Args:
             number: of the round.
-            cohort: the clients.
             flag: this worker's reason to stop after this round, or 0.
 
         Raises:
             RunFailed: if no update could be used.
         """
+        cohort = self.cohort(number)
         told = dict(self._server.rule.told())
         assignments = [Assignment(client, number, number, self._server.parameters, told) for client in cohort]
         return self.step(number, cohort, self._trained(assignments, flag))
+
+    def record(self) -> dict[str, Any]:
+        """What `load` needs besides tensors."""
+        return {}
+
+    def pieces(self) -> Iterator[Piece]:
+        """What is kept between rounds, for a checkpoint."""
+        return iter(())
+
+    def load(self, checkpoint: Checkpoint) -> list[str]:
+        """Takes up what a checkpoint has.
+
+        Returns:
+            what had to be dropped, in sentences.
+        """
+        if (checkpoint.state.get("exchange") or {}).get("flight"):
+            return ["Rounds were asynchronous: what clients under way had trained was dropped"]
+        return []
 
     def _trained(self, assignments: Sequence[Assignment], flag: float) -> Iterator[tuple[list[Trained], float]]:
         """The updates of all, in order, chunk by chunk; each with the largest flag."""
@@ -144,11 +187,11 @@ class Rounds:
                 client = cohort[place]
                 place += 1
                 try:
-                    usable = screening.checked(update)
+                    usable, length = screening.measured(update)
                 except Refused as refused:
                     round_.refused[client] = str(refused)
                     continue
-                self._count(round_, update, usable)
+                self._count(round_, update, usable, length)
                 kept[client] = memory
                 if protected is not None:
                     assert isinstance(rule, SumRule)
@@ -186,11 +229,11 @@ class Rounds:
         round_.agreement = min(norm(mean) / typical, 1.0) if typical else None
         return round_
 
-    def _count(self, round_: Round, update: Update, usable: Update) -> None:
+    def _count(self, round_: Round, update: Update, usable: Update, length: float) -> None:
         total, weight = update.metrics["loss"]
         round_.loss, round_.weight = round_.loss + total, round_.weight + weight
         round_.samples += update.weight
-        round_.norms.append(norm(update.difference))
+        round_.norms.append(length)
         round_.weights.append(usable.weight)
         round_.steps += update.local_steps
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from verbund.cluster.process import Cluster, ProcessSpec
-from verbund.cluster.supervisor import Failed, Supervisor
+from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.watched import Failed
 from verbund.comm.wire import Certificates, Enrolled, Listener, listen
 from verbund.errors import InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.enrolment import Enrolment
@@ -20,6 +21,7 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before
+from verbund.stage.federated import packages
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.orders import Orders
 from verbund.stage.federated.outcome import Recorder, close_run
@@ -80,6 +82,7 @@ def serve(
     """
     notify = before.notifier(quiet)
     Offer.of(job)  # refuses what clients could not do
+    packages.check(job)
     terms = terms_of(job)
     run = _run(job, directory)
     enrolment = Enrolment(federation) if federation is not None and certificates is None else None

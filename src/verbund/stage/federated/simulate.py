@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import Worker
 from verbund.data.prepare import Prepared
 from verbund.exchange.federated.partition import Parts
-from verbund.exchange.federated.sampling import joined, sampled
 from verbund.job import Strategy
+from verbund.job.federated import PERSONAL
 from verbund.mesh import equality
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
@@ -21,8 +24,10 @@ from verbund.observe.events import Journal
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.local import LocalTraining
-from verbund.stage.federated.parts import parts_of
+from verbund.stage.federated.parts import parts_alike, parts_of
+from verbund.stage.federated.personal import evaluate_personal
 from verbund.stage.federated.rounds import Round, Rounds
 from verbund.stage.federated.simulated_server import SimulatedServer
 from verbund.stage.federated.vectorised import clients_of
@@ -55,16 +60,27 @@ def work(worker: Worker) -> dict[str, Any]:
     parts = parts_of(job, island.train_set, prepared.train)
     total = worker.settings["total_steps"]
     local = LocalTraining(replica, alone, island.train_set, augmentation(job, island.task), total)
-    server = SimulatedServer(job, local, parts.clients, island.mesh.rank == 0)
+    server = SimulatedServer(job, local, parts)
+    dropped: list[str] = []
     if source:
         with Checkpoint.open(Path(source), verify=False) as saved:
-            dropped = server.load(saved)
-        for text in dropped if island.mesh.rank == 0 else ():
-            worker.send("note", text=text)
+            dropped += server.load(saved)
     leads = island.mesh.rank == 0
     clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
-    rounds = Rounds(server, clients, island.groups.island)
-    simulation = _Simulation(worker, run, island, replica, server, rounds, parts, journal, links, state)
+    kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
+    rounds = kind(job, server, clients, parts, island.groups.island)
+    if source:
+        with Checkpoint.open(Path(source), verify=False) as saved:
+            dropped += rounds.load(saved)
+    for text in dropped if leads else ():
+        worker.send("note", text=text)
+    tastes = None
+    if island.validation_set is not None and job.strategy.exchange.rule.name in PERSONAL:
+        theirs = prepared.validation or prepared.train
+        tastes = parts_alike(job, parts, island.train_set, prepared.train, island.validation_set, theirs)
+        if leads:
+            worker.send("note", text="Validated are the clients' own models, each on samples like the client's")
+    simulation = _Simulation(worker, run, island, local, server, rounds, parts, tastes, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
 
@@ -87,20 +103,23 @@ class _Simulation:
         worker: Worker,
         run: Run,
         island: Island,
-        replica: Replica,
+        local: LocalTraining,
         server: SimulatedServer,
         rounds: Rounds,
         parts: Parts,
+        tastes: Parts | None,
         journal: Journal,
         links: Links,
         state: dict[str, Any],
     ) -> None:
-        self.worker, self.island, self.replica, self.server = worker, island, replica, server
+        self.worker, self.island, self.local, self.server = worker, island, local, server
+        self.replica, self._tastes = local.replica, tastes
         self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
         self.job, self.rank = island.job, island.mesh.rank
-        self.cohort = self.job.strategy.exchange.cohort_size(parts.clients)
-        self.per_epoch = math.ceil(parts.clients / self.cohort)
-        self.saver = Saver(worker, run, replica, self.job.cluster.step_deadline, mesh=island.mesh, more=server.pieces)
+        self.per_epoch = self.job.strategy.exchange.rounds_per_epoch(parts.clients)
+        self.saver = Saver(
+            worker, run, self.replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces
+        )
         self.step = self._first = int(state.get("step", 0))
         self.samples = int(state.get("samples", 0))
         self.judge = Judge(self.job.train, state)
@@ -109,6 +128,10 @@ class _Simulation:
         self.loss = math.nan
         self._reported, self._reported_samples = 0.0, self.samples
         self._validated = -1
+
+    def _pieces(self) -> Iterator[Piece]:
+        """What the first worker saves of the exchange, for all have the same."""
+        return chain(self.server.pieces(), self.rounds.pieces()) if self.rank == 0 else iter(())
 
     def run_to_end(self) -> dict[str, Any]:
         """Plays rounds until one of the job's ends is reached or a stop is asked for."""
@@ -119,13 +142,12 @@ class _Simulation:
         self._look_ahead(reason)
         while reason is None:
             number = self.step
-            cohort = self._cohort(number)
-            if self.server.protection is not None and not self.server.protection.affords(cohort):
+            if not self.rounds.affordable(number):
                 reason = "budget"
                 break
             self.worker.doing("training clients", number)
             start = time.monotonic_ns()
-            played = self.rounds.play(number, cohort, self._flag())
+            played = self.rounds.play(number, self._flag())
             self.journal.add("compute", number, start, time.monotonic_ns())
             self.step += 1
             self.samples += int(played.samples)
@@ -161,12 +183,6 @@ class _Simulation:
         if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
             self.worker.send("note", text=text)
 
-    def _cohort(self, number: int) -> list[int]:
-        rate = self.server.protection.rate if self.server.protection is not None else None
-        if rate is not None:
-            return joined(self.job.seed, number, self.parts.clients, rate)
-        return sampled(self.job.seed, number, self.parts.clients, self.cohort)
-
     def _flag(self) -> float:
         late = self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
         return _INTERRUPT if self.worker.stopping else _TIME if self.rank == 0 and late else 0.0
@@ -182,7 +198,8 @@ class _Simulation:
         if self.rank == 0:
             rate = float(self.replica.optimizer.param_groups[0]["lr"])
             self.journal.step(number, self.loss, played.weight, int(played.samples), rate)
-            self.journal.event("round", **played.record(number, self.rounds.down, self.rounds.up))
+            record = played.record(number, self.rounds.down, self.rounds.up)
+            self.journal.event("round", **record, cpu=time.process_time())
             if now - self._reported >= _PROGRESS_SECONDS:
                 speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
                 self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
@@ -212,7 +229,10 @@ class _Simulation:
         start = time.monotonic_ns()
         self.worker.doing("validating", self.step)
         self.server.show()
-        metrics = evaluate(self.replica, self.island.validation_set, self.island)
+        if self._tastes is not None:
+            metrics = evaluate_personal(self.local, self.server, self.island.validation_set, self._tastes, self.island)
+        else:
+            metrics = evaluate(self.replica, self.island.validation_set, self.island)
         self.journal.add("validate", self.step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)
@@ -236,7 +256,7 @@ class _Simulation:
                 "data": self.worker.settings["data"],
                 **self.judge.state(),
                 "seconds": self._elapsed(),
-                "exchange": self.server.record(),
+                "exchange": {**self.server.record(), **self.rounds.record()},
                 "loss_scale": None,
             },
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.exchange.federated.client_side import Memory
-from verbund.exchange.federated.protection import Protection
+from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.rules import build
 from verbund.exchange.federated.screening import Screening
 from verbund.job import Job
 from verbund.stage.federated.local import LocalTraining
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.protection import Protection
 
 _RULE, _CLIENT = "rule/", "client/"
 
@@ -26,18 +29,20 @@ class SimulatedServer:
     Args:
         job: the rule.
         local: has the model whose values are the first ones.
-        clients: how many there are.
-        owner: whether this worker saves it.
+        parts: whose samples are whose.
     """
 
-    def __init__(self, job: Job, local: LocalTraining, clients: int, owner: bool) -> None:
-        self._job, self._local, self._owner = job, local, owner
+    def __init__(self, job: Job, local: LocalTraining, parts: Parts) -> None:
+        self._job, self._local, self._parts = job, local, parts
+        clients = parts.clients
         self.parameters: dict[str, Tensor] = local.shared()
         self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
         exchange = job.strategy.exchange
         self.protection: Protection | None = None
-        if exchange.privacy.kind != "none" or exchange.secure is not None:
+        if exchange.protected:
+            from verbund.exchange.federated.protection import Protection  # packages that not everybody has
+
             shapes = {name: tuple(values.shape) for name, values in self.parameters.items()}
             cohort = exchange.cohort_size(clients)
             rate = cohort / clients if exchange.privacy.sampling == "poisson" else None
@@ -46,18 +51,21 @@ class SimulatedServer:
 
     def show(self) -> None:
         """Gives the model the server's parameters: for validation, and for checkpoints."""
-        self._local.put(self.parameters)
+        self._local.put({**self.parameters, **self._local.first_personal})
 
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors."""
         exchange = self._job.strategy.exchange
         protection = self.protection.state() if self.protection is not None else None
-        return {"name": exchange.name, "rule": exchange.rule.name, "protection": protection}
+        return {
+            "name": exchange.name,
+            "rule": exchange.rule.name,
+            "protection": protection,
+            "parts": self._parts.digest,
+        }
 
     def pieces(self) -> Iterator[Piece]:
         """What only this exchange knows, for a checkpoint."""
-        if not self._owner:
-            return
         for name, values in self.rule.state().items():
             yield Piece.whole("exchange", f"{_RULE}{name}", values)
         for client, memory in sorted(self.memories.items()):
@@ -80,15 +88,16 @@ class SimulatedServer:
         if record["rule"] != rule:
             return [f"The rule was `{record['rule']}`: its state, and what clients kept, was dropped"]
         state: dict[str, Tensor] = {}
+        same = record.get("parts") == self._parts.digest
         with torch.no_grad():
             for name in checkpoint.names("exchange"):
                 if name.startswith(_RULE):
                     state[name.removeprefix(_RULE)] = checkpoint.read("exchange", name)
-                elif name.startswith(_CLIENT):
+                elif name.startswith(_CLIENT) and same:
                     client, _, key = name.removeprefix(_CLIENT).partition("/")
                     memory = dict(self.memories.get(int(client), {}))
                     memory[key] = checkpoint.read("exchange", name)
                     self.memories[int(client)] = memory
         if state:
             self.rule.load(state)
-        return []
+        return [] if same else ["Clients have other samples than before: what they kept was dropped"]

@@ -7,6 +7,7 @@ that those that are done are at the end of the stack, and are left out.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ class Vectorised:
     def __init__(self, local: LocalTraining, parts: Parts) -> None:
         if reason := _obstacle(local):
             raise NotVectorisable(reason)
+        # It works nevertheless, client by client.
+        warnings.filterwarnings(
+            "ignore", "There is a performance drop because we have not yet implemented the batching"
+        )
         self._local, self._parts = local, parts
         self._model, self._task = local.replica.model, local.replica.task
         self._names = list(local.replica.names)

@@ -54,6 +54,9 @@ def work(worker: Worker) -> dict[str, Any]:
             threading.Thread(target=coordinator.end_soon, args=("interrupt",), daemon=True).start()
         elif message.kind == "finish":
             finish.set()
+        elif message.kind == "islands":
+            count = int(message.fields["count"])
+            threading.Thread(target=coordinator.want, args=(count,), daemon=True).start()
 
     worker.hears = hear
     worker.supervise()

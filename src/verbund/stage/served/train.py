@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verbund import checkpoint
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
 from verbund.errors import RunFailed
@@ -34,6 +35,7 @@ from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
+from verbund.stage.paces import Paces
 from verbund.stage.recording import journal_of
 from verbund.stage.restore import restore
 from verbund.stage.served import meeting
@@ -63,7 +65,7 @@ def work(worker: Worker) -> dict[str, Any]:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), outer.train.precision)
     if source := worker.settings["checkpoint"]:
-        restore(Path(source), replica, elsewhere=remote.names)
+        restore(_still_there(Path(source), run), replica, elsewhere=remote.names)
         replica.optimizer.state.clear()  # servers have read theirs
     settings = outer.strategy.exchange
     binding = Binding(replica, blocks_of(remote, settings.servers), settings.block_bytes)
@@ -90,7 +92,14 @@ def work(worker: Worker) -> dict[str, Any]:
     training = _Training(worker, outer, island, replica, served, saver, journal, links, int(known["rested"]))
     worker.at_end.insert(0, training.count)
     journal.add("start", 0, worker.born, time.monotonic_ns())
+    worker.send("ready")
     return training.run_to_end()
+
+
+def _still_there(source: Path, run: Run) -> Path:
+    """The checkpoint that the run begins with, or for who comes later the newest one: what servers do not have, such as
+    frozen parameters, is the same in it."""
+    return source if source.exists() else checkpoint.newest_valid(run.checkpoints)[0]
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,8 @@ class _Training:
         self.client, self.coordination = served.client, served.coordination
         self.saver, self.journal, self.links = saver, journal, links
         self.leads = island.mesh.leads
+        first = island.number * island.mesh.world
+        self._paces = Paces(worker, island.mesh, True, range(first, first + island.mesh.world))
         self.settings = outer.strategy.exchange
         self.divided = self.settings.divided
         islands = outer.strategy.islands if self.divided else 1
@@ -191,6 +202,7 @@ class _Training:
             self._to_read.put(None)
             loader.close()
         self.worker.doing("ending", self.step)
+        self.saver.wait()  # an island may go while a save that it leads is under way
         self._reported = 0.0
         self._say(item.step)
         self.links.sample()  # while there are connections
@@ -260,6 +272,7 @@ class _Training:
         self.binding.remember_buffers()
         self.worker.doing("computing", ticket)
         sums = self.replica.gradients(batches, len(self.replica.plan(sizes, ticket)), ticket, sizes, 0.0, self.journal)
+        self._paces.record(self.replica.balance.counts(ticket, sizes), sums.told)
         self.loss = sums.loss / sums.weight if sums.weight else math.nan
         if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
             raise RunFailed(
@@ -267,7 +280,8 @@ class _Training:
                 where="train",
                 fix="Lower `train.optimizer.lr`, or add a warm-up",
             )
-        factor = self.replica.settle(sizes, sums)
+        self.rows.add_up()
+        factor = self.replica.settle(sizes, sums, self.rows.square)
         self._push(leased, sums.weight, factor)
         self._done(ticket, start)
         self._record(leased, sums.weight, sum(sizes))

@@ -80,6 +80,10 @@ def test_noise_that_is_enough_is_enough_and_not_much_more() -> None:
             assert (accountant.spent().rdp <= 3.0) == enough
 
 
+def test_where_no_noise_is_enough() -> None:
+    assert math.isinf(noise_for(1e-9, 1e-5, 10))
+
+
 def test_how_many_releases_are_left() -> None:
     accountant = Accountant(1e-5, budget=3.0)
     event = Event(noise=2.0)

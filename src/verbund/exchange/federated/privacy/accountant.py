@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from verbund.errors import InputError, RunFailed
+from verbund.errors import RunFailed
 from verbund.exchange.federated.privacy.event import Event
 
 if TYPE_CHECKING:
@@ -50,18 +49,11 @@ class Accountant:
         delta: δ.
         budget: the largest ε; None: there is no limit.
         protects: whom, and what is not to be told of them: a sentence's object, for the report.
-
-    Raises:
-        InputError: if the package dp-accounting is not installed.
     """
 
     def __init__(
         self, delta: float, budget: float | None = None, protects: str = "whether one client takes part"
     ) -> None:
-        if find_spec("dp_accounting") is None:  # imported when ε is asked for: that takes a second
-            raise InputError(
-                "differential privacy needs the package dp-accounting", fix="pip install 'verbund[federated]'"
-            )
         self.delta, self.budget, self.protects = delta, budget, protects
         self._events: Counter[Event] = Counter()
 
@@ -80,7 +72,7 @@ class Accountant:
             raise BudgetSpent(
                 f"the next {'release' if count == 1 else f'{count} releases'} would take ε at δ {self.delta:g} beyond "
                 f"the budget of {self.budget:g}; {self.spent().epsilon:.3f} is spent",
-                where="privacy.budget",
+                where="strategy.exchange.privacy.budget",
                 fix="Training ends with what there is; more noise, fewer rounds or a larger budget would let it go on",
             )
         self._events[event] += count
@@ -151,14 +143,18 @@ class Accountant:
         """Takes up what `state` gave, in place of what was recorded."""
         self._events = Counter()
         for item in state:
-            self._events[Event(**item["event"])] += item["count"]
+            if item["count"]:
+                self._events[Event(**item["event"])] += item["count"]
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
-    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound."""
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound; infinite if
+    there is none below a million."""
     low, high = 0.0, 1.0
     while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
         low, high = high, high * 2.0
+        if high > 1e6:
+            return math.inf
     while high - low > 0.005 * high:
         middle = (low + high) / 2.0
         enough = _rdp(((Event(noise=middle, rate=rate), releases),), delta) <= epsilon

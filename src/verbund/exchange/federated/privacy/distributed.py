@@ -51,7 +51,7 @@ class DistributedPrivacy:
         if secure.range < privacy.clip:
             raise InputError(
                 f"a clipped update may have values up to {privacy.clip:g}, beyond the range of {secure.range:g}",
-                where="secure.range",
+                where="strategy.exchange.secure.range",
                 fix="Raise it to `privacy.clip`",
             )
         self._clip, self._seed, self._clients = privacy.clip, seed, clients
@@ -64,7 +64,7 @@ class DistributedPrivacy:
             raise InputError(
                 f"one client's noise is {self.sigma:.2g} steps, so coarse that the sum of the clients' noise is not "
                 "what is accounted for",
-                where="secure.bits",
+                where="strategy.exchange.secure.bits",
                 fix="Raise `secure.bits` or `privacy.noise`",
             )
         discrete_gaussian(Keystream(bytes(32)), self.sigma, 1)  # refuses what is too fine

@@ -65,7 +65,7 @@ def check_model(model: nn.Module) -> None:
             raise InputError(
                 f"the layer `{name}` ({type(module).__name__}) mixes the samples of a batch, so that no gradient "
                 "belongs to one sample alone",
-                where="privacy.kind",
+                where="strategy.exchange.privacy.kind",
                 fix="Use GroupNorm or LayerNorm in its place, or `privacy.kind` `central`",
             )
 
@@ -90,7 +90,7 @@ class ExamplePrivacy:
         if not 0.0 < rate <= 1.0 or samples < 1:
             raise InputError(
                 f"{samples} samples, each with probability {rate:g} in a batch",
-                where="privacy",
+                where="strategy.exchange.privacy",
                 fix="The global batch must be between 1 and the number of samples",
             )
         self._settings, self._samples, self._rate = settings, samples, rate

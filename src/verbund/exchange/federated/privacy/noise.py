@@ -58,7 +58,7 @@ def discrete_gaussian(stream: Keystream, sigma: float, count: int) -> NDArray[np
     if not 0.0 < sigma <= WIDEST:
         raise InputError(
             f"noise with a standard deviation of {sigma:g} steps; {WIDEST} is the most",
-            where="secure.bits",
+            where="strategy.exchange.secure.bits",
             fix="Lower `secure.bits`, so that steps are larger",
         )
     bounds, high = _table(sigma)

@@ -67,7 +67,7 @@ def neighbourhood(clients: int, least: int, colluding: float, asked: int | Liter
         raise InputError(
             f"{asked} neighbours among {clients} clients, of which {corrupt} may collude and {clients - least} may "
             "drop out, do not protect a client's update",
-            where="secure.neighbours",
+            where="strategy.exchange.secure.neighbours",
             fix='Set it to "auto", or to more',
         )
     return Neighbourhood(asked, shares, against)

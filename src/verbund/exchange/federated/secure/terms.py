@@ -65,20 +65,20 @@ class Round:
         if self.size < self.terms.settings.minimum:
             raise InputError(
                 f"a round of {self.size} clients; secure aggregation is set to need {self.terms.settings.minimum}",
-                where="secure.minimum",
+                where="strategy.exchange.secure.minimum",
                 fix="Let more clients take part",
             )
         if self.near.degree + 1 > MOST_POINTS:
             raise InputError(
                 f"a client's secrets are divided among {MOST_POINTS} at most, here {self.near.degree + 1}",
-                where="secure.neighbours",
+                where="strategy.exchange.secure.neighbours",
                 fix="Set `secure.neighbours` to a number, or have smaller cohorts",
             )
         if self.bits > WIDEST:
             raise InputError(
                 f"the sum of {self.size} clients of weight up to {self.terms.settings.max_weight} needs {self.bits} "
                 f"bits, over {WIDEST}",
-                where="secure",
+                where="strategy.exchange.secure",
                 fix="Lower `secure.bits` or `secure.max_weight`",
             )
 

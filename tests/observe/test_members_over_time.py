@@ -89,3 +89,10 @@ def test_from_whose_memory_it_went_on(tmp_path: Path) -> None:
     assert found["steps_redone"] == 2
     assert (summary["steps"], summary["samples"]) == (5, 20)
     assert "After step 2 training went on from mirrors in memory; steps done again: 2" in section(summary)
+
+
+def test_what_was_gone_back_from_and_not_done_again_is_left_out(tmp_path: Path) -> None:
+    stopped = {"t": "event", "name": "stopped", "at": 104 * S, "wall": 0.0, "status": "interrupted", "steps": 4}
+    _journal(tmp_path, "supervisor", 0, 1, _era(0, 0, 0, 1), _era(1, 2.5, 0, 1), stopped)
+    _journal(tmp_path, "worker", 0, 1, _steps(0, 1, 2, 3, 4, 5, 2, 3))
+    assert valid_steps(read(tmp_path / "journal"))[:, 0].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,136 @@
+"""Islands come and go while a training with parameter servers goes on: no ticket is lost, none is done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Command, MakeJob, wait_for
+from processes import alive, gone, pids, start_command, write_job
+from verbund.errors import InputError
+from verbund.run import Run
+from verbund.stage.scale import scale
+
+SERVED: dict[str, Any] = {
+    "cluster.max_workers": 4,
+    "cluster.threads": 1,
+    "strategy.islands": 2,
+    "strategy.exchange": {"name": "parameter_server", "consistency": "asynchronous"},
+    "train.steps": 100_000,
+    "train.optimizer": {"name": "sgd", "lr": 1e-3},
+    "data.validation_fraction": 0.2,
+    "validate.every": 50,
+    "checkpoint.every": 50,
+    "checkpoint.keep": 1,
+}
+
+
+def _begin(make_job: MakeJob, folder: Path, count: int, *more: str, **changes: Any) -> subprocess.Popen[str]:
+    write_job(make_job, folder, {**SERVED, **changes})
+    command = start_command(folder, *more)
+    pids(folder, count, 60)
+    return command
+
+
+def _scale(folder: Path, workers: int) -> dict[str, Any]:
+    words = [sys.executable, "-m", "verbund", "scale", "run", str(workers), "--json"]
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return {"exit": ended.returncode, **json.loads(ended.stdout)}
+
+
+def _exactly(folder: Path, count: int) -> list[int]:
+    return list(wait_for(lambda: (p := pids(folder, count, 60)) and len(p) == count and p, f"{count} workers", 60))
+
+
+def _end(folder: Path, command: subprocess.Popen[str]) -> Run:
+    """Ctrl-C, and whether every ticket was done just once."""
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+    run = Run.open(folder / "run")
+    served = run.summary["servers"]
+    blocks = 4  # two layers' weights and biases
+    assert sum(each["applied"] for each in served["per_server"].values()) == run.summary["steps"] * blocks
+    assert served["late"] == served["skipped"] == 0
+    return run
+
+
+def test_islands_come_and_go(make_job: MakeJob, tmp_path: Path) -> None:
+    command = _begin(make_job, tmp_path, 2)
+    first = _exactly(tmp_path, 2)
+    assert _scale(tmp_path, 4)["workers"] == 4
+    four = _exactly(tmp_path, 4)
+    assert set(first) < set(four)
+    os.kill(next(pid for pid in four if pid not in first), signal.SIGKILL)
+    assert set(_exactly(tmp_path, 4)) > set(first)  # who came later is replaced like any other
+    answer = _scale(tmp_path, 1)
+    assert (answer["exit"], answer["former"], answer["workers"]) == (0, 4, 1)
+    (left,) = _exactly(tmp_path, 1)
+    assert left in first
+    assert gone([pid for pid in four if pid != left], 10)
+    assert _scale(tmp_path, 2)["workers"] == 2
+    _exactly(tmp_path, 2)
+    run = _end(tmp_path, command)
+    assert [workers for _, workers in run.summary["membership"]["over_time"]] == [2, 4, 1, 2]
+    assert len(run.summary["membership"]["replacements"]) == 1
+
+
+def test_who_comes_after_the_first_checkpoint_was_removed(make_job: MakeJob, tmp_path: Path) -> None:
+    """What a resumed run began with may be gone when a process takes another's place, or an island comes."""
+    without = {"data.validation_fraction": 0.0, "validate.every": "epoch", "checkpoint.every": 20}
+    command = _begin(make_job, tmp_path, 2, **without)  # the best one is kept
+    wait_for(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), "a checkpoint", 30)
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=60)
+    assert command.returncode == 130
+    (source,) = (tmp_path / "run/checkpoints").glob("step-*")
+    command = start_command(tmp_path, "resume", "run")
+    two = _exactly(tmp_path, 2)
+    wait_for(lambda: not source.exists(), "a newer checkpoint", 60)
+    os.kill(two[0], signal.SIGKILL)
+    assert _scale(tmp_path, 3)["workers"] == 3
+    wait_for(lambda: not alive(two[0]), "its end", 10)
+    assert len(_exactly(tmp_path, 3)) == 3
+    command.send_signal(signal.SIGINT)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 130, errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "said"),
+    [
+        (
+            {"strategy.exchange": {"name": "parameter_server"}, "cluster.max_workers": None},
+            3,
+            "its islands share every global batch",
+        ),
+        ({"strategy.mesh": {"data": 2}}, 3, "each island of this run has 2"),
+        ({}, 5, "this run takes 1 to 4"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    changes: dict[str, Any],
+    workers: int,
+    said: str,
+    run_job: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = run_job(changes={**SERVED, "train.steps": 2, **changes})
+    monkeypatch.setattr(Run, "being_trained", True)
+    with pytest.raises(InputError, match=said):
+        scale(run.path, workers)
+
+
+def test_limits_that_cannot_be_kept_are_refused_at_once(command: Command, make_job: MakeJob, tmp_path: Path) -> None:
+    write_job(make_job, tmp_path, {**SERVED, "strategy.exchange": {"name": "parameter_server"}})
+    ended = command("train", "job.toml")
+    assert ended.status == 2
+    assert "cluster.max_workers: the number of workers cannot change" in ended.err
