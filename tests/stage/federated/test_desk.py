@@ -329,6 +329,11 @@ def test_a_token_is_good_once_and_for_its_server(hold: Hold, tmp_path: Path) -> 
         Line(held.address, Pinned(token.fingerprint, Home(tmp_path / "a").identity), 20.0).join()
 
 
+def test_an_address_that_is_none_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no address"):
+        Line("nowhere", Pinned("0" * 64), 60.0)
+
+
 def test_labels_select(hold: Hold) -> None:
     held = hold(round={"labels": {"region": "north"}, "quorum": 1, "gather": 1.0, "lost_after": 5.0})
     for name, region in (("near", "north"), ("far", "south")):
