@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -43,7 +44,9 @@ def model():
 
 def start(make_job: MakeJob, folder: Path, strategy: str, **more: Any) -> Any:
     write_job(make_job, folder, {**SETTINGS, **parse_strategy(strategy), **more}, TASK)
-    return start_command(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW", "0.004" if "pipeline" in strategy else "0.03")  # of a micro-batch
+        return start_command(folder)
 
 
 def step_of(folder: Path) -> int:
@@ -76,7 +79,9 @@ def check(folder: Path, command: Any, *, attempts: int | None = 1) -> list[dict[
     summary = run.summary
     assert (summary["status"], summary["steps"]) == ("done", STEPS), errors
     assert summary["attempt"] == (attempts or summary["attempt"]), errors
-    undisturbed = launch.train(run.job, folder / "undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLOW", "0")
+        undisturbed = launch.train(run.job, folder / "undisturbed")
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     for name in ("loss", "accuracy"):
         assert summary["metrics"][name]["curve"] == [
@@ -141,7 +146,7 @@ def test_both_that_hold_the_same(make_job: MakeJob, tmp_path: Path, shared_clust
     assert check(tmp_path, command, attempts=2) == []
 
 
-@pytest.mark.parametrize("strategy", ["shard=2", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("strategy", ["shard=2", "pipeline=2"])
 def test_mirrors(strategy: str, make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
     """Nobody else trains the parts of the lost one: all go back to the newest mirrors, twice."""
     command = start(make_job, tmp_path, strategy, **{"checkpoint.mirror": 7})
@@ -163,3 +168,17 @@ def test_who_is_asked_to_end_leaves_what_it_has(make_job: MakeJob, tmp_path: Pat
     wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
     os.kill(workers[0], signal.SIGTERM)
     assert [(each["how"], each["again"]) for each in check(tmp_path, command)] == [("mirrors", 0)]
+
+
+def test_at_the_end(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+    """Killed while the others save or leave: the run ends, with all that there is."""
+    command = start(make_job, tmp_path, "shard=2", **{"train.steps": 30, "validate.every": "end"})
+    workers = by_rank(tmp_path, 2)
+    saves = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: [*saves.glob(".step-00000030*"), *saves.glob("step-00000030")], "the last save", 60)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(workers[1], signal.SIGKILL)
+    _, errors = command.communicate(timeout=60)
+    assert command.returncode == 0, errors
+    summary = Run.open(tmp_path / "run").summary
+    assert (summary["status"], summary["steps"]) == ("done", 30)

@@ -163,7 +163,7 @@ class _Training:
         self.loss = math.nan
         self._reported = 0.0
         self._reported_samples = self.samples
-        self._validated = -1
+        self._validated = self._saved = -1
         self._goes_on = goes_on(job)
         self._done_at = self.begun
         """When the last step was done."""
@@ -290,7 +290,7 @@ class _Training:
         if choice.step != self.step:
             self.judge = Judge(self.job.train, state)
         self.step, self.samples = choice.step, int(state["samples"])
-        self._validated = -1
+        self._validated = self._saved = -1
         self._tell_regrouped(lost)
         self._record_again(state)
 
@@ -310,7 +310,7 @@ class _Training:
         step = None if self._new else self.step
         self.step, state, lost = bring_together(self.replica, step, self._known(), lost)
         self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
-        self._validated = -1  # one that some have not finished is done again by all
+        self._validated = self._saved = -1  # what some have not finished is done again by all
         if step != self.step:
             self.judge = Judge(self.job.train, state)
             if self.replica.loss_scale is not None:
@@ -517,6 +517,7 @@ class _Training:
         self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
         start = time.monotonic_ns()
         self.worker.doing("saving", self.step)
+        self._saved = self.step
         self.saver.save(
             self.step,
             {
@@ -539,7 +540,7 @@ class _Training:
         """The last validation and checkpoint, and the wait until it is written."""
         if reason != "interrupt" and self.island.validation_set is not None and self._validated != self.step:
             self._validate()
-        if self.saver.last != self.step:
+        if self._saved != self.step:
             self._save()
         self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
         start = time.monotonic_ns()
