@@ -13,29 +13,12 @@ import pytest
 
 from conftest import MakeJob, losses, wait_for
 from processes import start_command, write_job
+from slow_task import shares, task_of
 from verbund.observe.journal import read
 from verbund.run import Run
 
 RunJob = Callable[..., Run]
 
-SLOW = """
-import functools, json, os, time
-from pathlib import Path
-
-@functools.cache
-def rank():
-    # A worker's journal bears its process; others, which only try the model, have none.
-    for path in sorted(Path(__file__).parent.glob("run*/journal/worker-*.jsonl")):
-        with open(path) as lines:
-            head = json.loads(next(lines))
-        if head["pid"] == os.getpid():
-            return head["rank"]
-
-def inputs(batch):
-    if SLOW_RANK >= 0 and rank() is not None:
-        time.sleep(len(batch["x"]) * (16e-4 if rank() == SLOW_RANK else 2e-4))
-    return batch["x"]
-"""
 MLP = """
 from torch import nn
 
@@ -63,19 +46,8 @@ SETTINGS: dict[str, Any] = {
 EVERY = {"name": "rebalance", "every": 5}
 
 
-def task_of(task: str, slow: int) -> str:
-    """A task whose worker `slow` takes eight times as long as the others for a sample; -1: nobody takes any time."""
-    return task + SLOW.replace("SLOW_RANK", str(slow))
-
-
 def trained(run_job: RunJob, task: str, changes: dict[str, Any], slow: int = 3) -> Run:
     return run_job(task_of(task, slow), {**SETTINGS, **changes}, rows=330)
-
-
-def shares(run: Path) -> list[list[int]]:
-    """All shares that were ever decided upon, from a run's journal."""
-    events = (event for journal in read(run / "journal") for event in journal.events)
-    return [event["samples"] for event in events if event["name"] == "shares"]
 
 
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {

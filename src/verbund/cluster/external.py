@@ -200,8 +200,8 @@ class ExternalCluster(SpreadCluster):
             one = self._joined[self._tokens] = JoinedServer(self._tokens, connection)
             self._poll(connection, one)
         elif role == "warm" and (found := self._joined.get(number)) is not None and found.connection is None:
-            found.connection = connection
             self._poll(connection, found)
+            found.greet(connection)
         else:
             connection.close()
 

@@ -71,7 +71,8 @@ class JoinedServer(WarmServer):
         self._left: str | None = None
         """Why it leaves, as it says itself."""
         self._open = True
-        self._since = time.monotonic()
+        self._broke = ""
+        self._serving = False
 
     @property
     def name(self) -> str:
@@ -79,8 +80,8 @@ class JoinedServer(WarmServer):
 
     @property
     def ready(self) -> bool:
-        """Whether its warm server is there."""
-        return self.lost is None and self.connection is not None
+        """Whether its warm server is there, and has loaded what the job needs."""
+        return self.lost is None and self._serving
 
     @property
     def _host(self) -> str:
@@ -91,10 +92,21 @@ class JoinedServer(WarmServer):
         before = self.offer
         self._read()
         if not self._open and self.lost is None:
-            self.lost = self._loss("its `verbund join` is gone")
+            self.lost = self._loss(f"its `verbund join` is gone: {self._broke}")
         if self.connection is not None:
             self.drain()
+            if self._replies and not self._serving:
+                self._replies.clear()
+                self._serving = True
         return before is None and self.offer is not None
+
+    def greet(self, connection: Connection) -> None:
+        """Its warm server is there. It is asked something at once, whose answer says that it can work."""
+        self.connection = connection
+        try:
+            self.send("shared", {"marks": []})
+        except ClusterLost:
+            return  # `lost` says why
 
     def ask_it(self, name: str, asked: Mapping[str, Any]) -> None:
         """Takes its offer: it starts a warm server with these settings. `name` is what messages call the host."""
@@ -161,8 +173,8 @@ class JoinedServer(WarmServer):
                     self.offer = Offer.of(message.fields)
                 elif message.kind == "left":
                     self._left = shortened(str(message.fields.get("why")), 500)
-        except (WireError, ValueError):
-            self._open = False
+        except (WireError, ValueError) as error:
+            self._open, self._broke = False, str(error)
             self.control.close()
 
     def _send(self, kind: str, fields: Mapping[str, Any] | None = None) -> None:

@@ -46,6 +46,11 @@ def nothing_left(run: Run, job: Job, state: dict[str, Any], total_steps: int | N
     if summary.get("status") != "done" or summary.get("steps") != step:
         return None
     ended = summary.get("ended_by")
+    if ended == "budget":
+        if run.job.strategy.exchange.privacy != job.strategy.exchange.privacy:
+            return None
+        change = "--set strategy.exchange.privacy.budget=…"
+        return f"{done}, and with them the privacy budget is spent. To train on, raise it: `{change}`"
     if step == total_steps or all(getattr(run.job.train, end) == getattr(job.train, end) for end in _ENDS):
         by = f" (it ended by `train.{ended}`)" if ended in _ENDS else ""
         key = ended if ended in ("epochs", "steps", "seconds") else "epochs" if job.train.epochs else "steps"

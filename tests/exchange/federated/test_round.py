@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from verbund.errors import InputError
 from verbund.exchange.federated import cohort
 from verbund.exchange.federated.audit import AuditLog, Head, heads_told, verify
+from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.round import Event, Phase, Rounds, Terms
 from verbund.exchange.federated.round_journal import RoundJournal
 
@@ -258,3 +261,24 @@ def test_the_draw_is_fair_and_depends_on_little() -> None:
     assert cohort.fits({"region": "north", "size": "big"}, {"region": "north"})
     assert not cohort.fits({}, {"region": "north"})
     assert cohort.fits({"a": "1"}, {"a": ["1", "2"]})
+
+
+def test_a_file_comes_in_parts_whoever_is_killed_when(tmp_path: Path) -> None:
+    whole = np.arange(100, dtype=np.uint8)
+    name = hashlib.sha256(whole.tobytes()).hexdigest()
+    content = Content(tmp_path)
+    assert content.append(name, 100, 0, whole[:40], "north") == 40
+    assert content.append(name, 100, 0, whole[:40], "north") == 40  # once more
+    assert content.append(name, 100, 90, whole[90:], "north") == 40  # not the next one
+    assert Content(tmp_path).received(name, 100, "south") == 0
+    part = next(tmp_path.glob(".*north*"))
+    part.write_bytes(whole.tobytes())  # all was there, and its receiver was killed
+    assert not content.whole(name)
+    assert Content(tmp_path).received(name, 100, "north") == 100
+    assert content.whole(name)
+    other = "0" * 64
+    with pytest.raises(InputError, match="not what its name says"):
+        content.append(other, 100, 0, whole)
+    assert content.received(other, 100) == 0
+    part.with_name(f".{other}..part").write_bytes(whole.tobytes())
+    assert content.received(other, 100) == 0

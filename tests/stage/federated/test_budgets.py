@@ -101,7 +101,8 @@ def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> Non
 )
 def test_what_real_clients_do_not_do_is_refused(exchange: dict[str, Any], key: str, make_job: MakeJob) -> None:
     whole = changes()
-    job = make_job(changes={**whole, "strategy.exchange": {**whole["strategy.exchange"], **exchange}})
+    several = {**whole["strategy.exchange"], "clients": 3, **exchange}
+    job = make_job(changes={**whole, "strategy.exchange": several})
     with pytest.raises(InputError, match="not available with real clients") as caught:
         Offer.of(job)
     assert str(caught.value).startswith(f"job, strategy.exchange.{key}:")

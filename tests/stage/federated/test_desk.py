@@ -16,15 +16,17 @@ import torch
 from conftest import MakeJob, wait_for
 from verbund import task as tasks
 from verbund.comm.wire import Enrolled, Identity, Pinned, listen
-from verbund.errors import InputError, VerbundError
+from verbund.errors import ClusterLost, InputError, RunFailed, VerbundError
 from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.enrolment import Enrolment, Token
+from verbund.exchange.federated.policy import Policy
 from verbund.exchange.federated.round import Phase
 from verbund.job import Job, Strategy
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.stage.federated.aggregate import Aggregator
+from verbund.stage.federated.conversation import Conversation
 from verbund.stage.federated.files import SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.home import Home
 from verbund.stage.federated.line import Line, enrol
@@ -221,11 +223,86 @@ def test_garbage_is_answered_and_changes_nothing(hold: Hold, tmp_path: Path) -> 
     for weight in (0.0, -1.0, True, "3", None):
         with pytest.raises(InputError, match="weight"):
             send(line, task, tmp_path / "content", {"a": torch.ones(1)}, weight=weight)
+    gone = {"round": 1, "sha256": "2" * 64, "weight": 1.0, "local_steps": 1, "sums": {}, "bytes": 1, "version": 0}
+    assert line.ask("update", gone).kind == "missing"
     late = send(line, {**task, "round": 7}, tmp_path / "content", {"a": torch.ones(1)})
     assert late["counts"] is False
     assert held.server.journal.rounds.phase is Phase.TRAINING
     assert not held.server.journal.rounds.updates
     assert asked(other)["do"] == "train"
+
+
+class Stub:
+    """What does a client's orders: fails as it is told, then sends ones."""
+
+    def __init__(self, folder: Path, failures: list[VerbundError]) -> None:
+        self._folder, self.failures = folder, failures
+
+    def do(self, order: dict[str, Any], timeout: float) -> dict[str, Any]:
+        content = Content(self._folder / "content")
+        if self.failures:
+            error = self.failures.pop(0)
+            error.trace = "a traceback with row 17"
+            raise error
+        if order["order"] != "train":
+            return {"state": None}
+        shared, _ = unpacked(content.path(order["sha256"]), SHARED, TOLD)
+        change = packed(difference={name: torch.ones_like(values) for name, values in shared.items()}, aux={})
+        facts = {"sha256": content.put(change), "bytes": len(change), "version": order["version"], "weight": 1.0}
+        return {"facts": {**facts, "local_steps": 1, "sums": {}}, "kept": False, "seconds": 0.1}
+
+    def end(self) -> None:
+        pass
+
+
+def part(held: Held, name: str, failures: list[VerbundError], policy: Policy) -> tuple[Conversation, Home]:
+    """Takes part as a client whose processes are a stub."""
+    line, home = held.client(name), Home(held.folder / name)
+    offer = line.join().offer
+    folder = home.job(offer.digest)
+    offer.write(folder)
+    job = offer.job_at(folder, str(held.folder / "data.npz"), 1)
+    conversation = Conversation(line, home, folder, name, policy, job, lambda text: None)
+    conversation.begin(Stub(folder, failures))  # type: ignore[arg-type]
+    return conversation, home
+
+
+def test_a_failure_reaches_its_owner_whole_and_the_server_by_its_kind(hold: Hold) -> None:
+    held = hold(rounds=2)
+    policy = Policy(tasks=["*"])
+    # The first loses a process, which another one replaces; the second fails once for good.
+    failures: dict[str, list[VerbundError]] = {
+        "north": [ClusterLost("worker 0 was killed")],
+        "south": [RunFailed("row 17 is odd", where="patients.parquet")],
+    }
+    clients = {name: part(held, name, failures[name], policy) for name in failures}
+    threads = [threading.Thread(target=c.hold, args=(lambda: False,), daemon=True) for c, _ in clients.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert (clients["north"][0].counted, clients["south"][0].counted) == (2, 1)
+    (failed,) = held.events("failed")
+    assert (failed["client"], failed["reason"]) == ("south", "RunFailed")
+    assert "odd" not in held.server.journal.path.read_text()
+    assert "row 17 is odd" in (clients["south"][1].folder / "audit.jsonl").read_text()
+
+
+def test_a_policy_declines_rounds(hold: Hold) -> None:
+    held = hold(rounds=3)
+    clients = {
+        "north": part(held, "north", [], Policy(tasks=["*"])),
+        "south": part(held, "south", [], Policy(tasks=["*"], rounds=1)),
+    }
+    threads = [threading.Thread(target=c.hold, args=(lambda: False,), daemon=True) for c, _ in clients.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    assert (clients["north"][0].counted, clients["south"][0].counted) == (3, 1)
+    assert {(event["client"], event["reason"]) for event in held.events("failed")} == {("south", "policy, rounds")}
 
 
 def test_a_token_is_good_once_and_for_its_server(hold: Hold, tmp_path: Path) -> None:
@@ -250,6 +327,11 @@ def test_a_token_is_good_once_and_for_its_server(hold: Hold, tmp_path: Path) -> 
     held.enrolment.remove("west")
     with pytest.raises(InputError):
         Line(held.address, Pinned(token.fingerprint, Home(tmp_path / "a").identity), 20.0).join()
+
+
+def test_an_address_that_is_none_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no address"):
+        Line("nowhere", Pinned("0" * 64), 60.0)
 
 
 def test_labels_select(hold: Hold) -> None:

@@ -110,6 +110,9 @@ def test_the_budget_ends_a_run(run_job: RunJob) -> None:
     enough = float(outlook.partition("noise` of about ")[2].split()[0])
     assert enough == pytest.approx(2.0 * (5 / 3) ** 0.5, rel=0.1)
     assert run.summary["privacy"]["epsilon"] <= budget
+    assert launch.resume(run.path).summary["steps"] == 3
+    more = launch.resume(run.path, {"strategy.exchange.privacy.budget": 2 * budget})
+    assert (more.summary["steps"], more.summary["privacy"]["releases"]) == (5, 5)
 
 
 def test_a_budget_for_nothing_is_an_error(run_job: RunJob) -> None:

@@ -144,6 +144,21 @@ def test_what_cannot_be_one_computation_takes_turns(
     assert found.play(2)[-1].loss > 0
 
 
+def test_parameters_that_the_loss_does_not_use_stay(tmp_path: Path) -> None:
+    """Weight decay or not: torch's optimisers pass over what has no gradient."""
+    task = BRANCH.replace("float(self.a.weight.detach().sum()) > 1e9", "False")
+    train = {"optimizer": {**SGD, "weight_decay": 0.1, "momentum": 0.9}, "global_batch": 8}
+    one, other = (
+        federation(tmp_path, task, {"clients": 5}, train, kind, **columns()) for kind in (Resident, Vectorised)
+    )
+    first = other.server.parameters["a.weight"].clone()
+    one.play(2)
+    other.play(2)
+    assert torch.equal(other.server.parameters["a.weight"], first)
+    for name, values in one.server.parameters.items():
+        torch.testing.assert_close(values, other.server.parameters[name], rtol=1e-5, atol=1e-5)
+
+
 def test_trying_out_leaves_no_trace(tmp_path: Path) -> None:
     exchange = {"clients": 5, "rule": {"name": "fedper", "personal": ["5.*"]}}
     found = federation(tmp_path, MLP, exchange, {"global_batch": 8}, Vectorised, **columns())

@@ -53,16 +53,23 @@ class Content:
         """Whether the file is there and was checked."""
         return self.path(digest).is_file()
 
-    def received(self, digest: str, size: int) -> int:
-        """How many bytes of a file of that size are there."""
+    def received(self, digest: str, size: int, sender: str = "") -> int:
+        """How many bytes of a file of that size are there, from that sender."""
         if self.whole(digest):
             return size
         try:
-            return min(self._part(digest).stat().st_size, size)
+            have = self._part(digest, sender).stat().st_size
         except FileNotFoundError:
             return 0
+        if have < size:
+            return have
+        try:  # whoever received the last part was killed before it said so
+            self._finish(digest, sender)
+        except InputError:
+            return 0
+        return size
 
-    def append(self, digest: str, size: int, offset: int, part: NDArray[np.uint8]) -> int:
+    def append(self, digest: str, size: int, offset: int, part: NDArray[np.uint8], sender: str = "") -> int:
         """Takes a part of a file; with the last one it is checked, synced and there.
 
         Args:
@@ -70,6 +77,7 @@ class Content:
             size: of the whole.
             offset: where the part begins; other parts than the next one are passed over.
             part: bytes.
+            sender: who sends; of two that send the same file each has parts of its own.
 
         Returns:
             How many bytes are there.
@@ -78,21 +86,21 @@ class Content:
             InputError: if the whole is not what its name says; all of it is given up.
             RunFailed: if it cannot be written.
         """
-        have = self.received(digest, size)
+        have = self.received(digest, size, sender)
         if have == size and self.whole(digest):
             return size
         if offset == have and offset + part.size <= size:
             try:
-                with open(self._part(digest), "ab") as file:
+                with open(self._part(digest, sender), "ab") as file:
                     file.write(part.data)
                     have += part.size
                     if have == size:
                         file.flush()
                         os.fsync(file.fileno())
             except OSError as error:
-                raise _unwritten(self._part(digest), error) from None
+                raise _unwritten(self._part(digest, sender), error) from None
         if have == size:
-            self._finish(digest)
+            self._finish(digest, sender)
         return have
 
     def put(self, content: bytes) -> str:
@@ -118,9 +126,9 @@ class Content:
         except OSError as error:
             raise InputError(f"the file cannot be read: {error.strerror}", where=digest) from None
 
-    def drop(self, digest: str) -> None:
+    def drop(self, digest: str, sender: str = "") -> None:
         """Gives up what has come of a file."""
-        self._part(digest).unlink(missing_ok=True)
+        self._part(digest, sender).unlink(missing_ok=True)
 
     def keep(self, digests: set[str]) -> None:
         """Removes all other files."""
@@ -128,11 +136,11 @@ class Content:
             if path.name not in digests and (_NAME.fullmatch(path.name) or path.name.startswith(".")):
                 path.unlink(missing_ok=True)
 
-    def _part(self, digest: str) -> Path:
-        return self.path(digest).with_name(f".{digest}.part")
+    def _part(self, digest: str, sender: str) -> Path:
+        return self.path(digest).with_name(f".{digest}.{sender}.part")
 
-    def _finish(self, digest: str) -> None:
-        part = self._part(digest)
+    def _finish(self, digest: str, sender: str) -> None:
+        part = self._part(digest, sender)
         try:
             if digest_of(part) != digest:
                 part.unlink()

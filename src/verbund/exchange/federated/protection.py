@@ -6,7 +6,6 @@ its numbers are those of the protocol bit for bit. Its noise is a function of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,8 +105,6 @@ class Protection:
         factor = 2.0 if self.local is not None else 1.0  # see its event
         needed = factor * noise_for(self.accountant.budget, self.accountant.delta, rounds, self.rate)
         advice = f"`privacy.noise` of about {needed:.2g} would be enough for all"
-        if math.isinf(needed):
-            advice = "no noise would be enough for all: raise it"
         if not enough:
             raise InputError(f"t{text}", where="strategy.exchange.privacy.budget", fix=advice)
         return f"T{text}; {advice}"

@@ -6,7 +6,6 @@ done in processes of an island; what is under way is on disk, so that the whole 
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +152,6 @@ class _Client:
                     self._error = self._error or error
                     self._conversation.give_up(error)
                     break
-                self._tell(error)
                 former, orders = orders, Orders()
                 self._conversation.begin(orders)  # before it hears of the failure: the next round is for the new ones
                 former.close(error)
@@ -178,8 +176,3 @@ class _Client:
         finally:
             self._done.set()
             self._conversation.end_processes()
-
-    def _tell(self, error: VerbundError) -> None:
-        self._notify(f"a round failed: {error}")
-        if error.trace:
-            print(error.trace, file=sys.stderr)  # noqa: T201

@@ -9,13 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verbund.errors import Interrupted, RunFailed, VerbundError
+from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.policy import Policy
 from verbund.job import Job
 from verbund.stage.federated.desk import failure_of
 from verbund.stage.federated.home import Home, JobState
 from verbund.stage.federated.line import Line
 from verbund.stage.federated.orders import Orders
+
+_DELIVERIES = 4
+"""How often an update is sent that is gone at the server when it is to be counted."""
 
 
 class Conversation:
@@ -105,7 +108,11 @@ class Conversation:
         content = self._state.content
         try:
             self._line.fetch(task["sha256"], int(task["size"]), content)
-            released = self._state.release() if self._noisy else 0
+        except InputError as error:
+            self._fail(round_, error)
+            return
+        released = self._state.release() if self._noisy else 0
+        try:
             done = self._do(
                 {
                     "order": "train",
@@ -121,6 +128,12 @@ class Conversation:
             )
         except Interrupted:
             raise
+        except ClusterLost as error:  # others take their places, and the server still waits for this client
+            if self._noisy:
+                self._state.release(-1)  # nothing of it has left
+            self._home.note("lost", round=round_, error=error.record())
+            self._notify(f"round {round_} begins anew here: {error}")
+            return
         except VerbundError as error:
             self._fail(round_, error)
             return
@@ -139,9 +152,14 @@ class Conversation:
         facts = self._state.pending
         assert facts is not None
         content, digest = self._state.content, facts["sha256"]
-        if content.whole(digest):
-            self._line.send(digest, content)
-        answer = self._line.ask("update", {key: value for key, value in facts.items() if key != "kept"}).fields
+        told = {key: value for key, value in facts.items() if key != "kept"}
+        for _ in range(_DELIVERIES):
+            if content.whole(digest):
+                self._line.send(digest, content)
+            message = self._line.ask("update", told)
+            if message.kind != "missing":
+                break
+        answer = message.fields
         counts = answer.get("counts") is True
         why = "" if counts else f" does not count: {str(answer.get('why'))[:300]}"
         self._home.note(

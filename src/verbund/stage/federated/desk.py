@@ -265,14 +265,14 @@ class Desk:
                 raise InputError(f"an update of {size} bytes is too large for this model")
             if client.upload != digest and not updates.whole(digest):
                 if client.upload:
-                    updates.drop(client.upload)
+                    updates.drop(client.upload, name)
                 client.upload = digest
         part = message.arrays.get("part")
         if part is None:
-            return self._reply("have", bytes=updates.received(digest, size))
+            return self._reply("have", bytes=updates.received(digest, size, name))
         if part.dtype.name != "uint8" or part.ndim != 1:
             raise InputError("a part of a file is bytes")
-        return self._reply("have", bytes=updates.append(digest, size, offset, part))
+        return self._reply("have", bytes=updates.append(digest, size, offset, part, name))
 
     def _update(self, name: str, fields: dict[str, Any]) -> Reply:
         round_, digest = _number(fields, "round"), _text(fields, "sha256")
@@ -281,7 +281,7 @@ class Desk:
             events, answer = self._journal.rounds.update(name, round_, digest, facts)
         if events:
             if not self._journal.updates.whole(digest):
-                raise InputError("the update is not here yet", where=digest[:64])
+                return self._reply("missing")  # a round that was abandoned has taken it along: it is sent again
             why = self._screen(digest, facts)
             with self.changed:
                 if why is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from verbund.comm.wire import Calls, Certificates, Closed, Deadline, Message, Pinned, Refused, dial
+from verbund.comm.wire.address import parse
 from verbund.errors import ClusterLost, InputError, Interrupted
 from verbund.exchange.federated.audit import NOTHING, Head
 from verbund.exchange.federated.content import PART_BYTES, Content
@@ -57,9 +58,13 @@ class Line:
         address: HOST:PORT.
         credentials: why the two trust each other.
         patience: seconds without an answer after which the server is given up.
+
+    Raises:
+        InputError: if the address is none.
     """
 
     def __init__(self, address: str, credentials: Pinned | Certificates, patience: float) -> None:
+        parse(f"tcp:{address}")  # raises what is wrong with it
         self._address, self._patience = address, patience
         self._calls = Calls(lambda seconds: dial(f"tcp:{address}", credentials, seconds), f"the server at {address}")
         self.head = Head(0, NOTHING)

@@ -1,5 +1,5 @@
 """The clients of a simulation as one batched computation: parameters, batches and optimiser states of many clients are
-stacked, and each local step of all of them is one (`torch.func.vmap` over `grad`).
+stacked, and each local step of all of them is one (`torch.func.vmap`).
 
 A client that has fewer samples in a step gets some again, with the weight zero. Clients are ordered by their steps, so
 that those that are done are at the end of the stack, and are left out.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, vmap
 
 from verbund.exchange.federated.client_side import PERSONAL, Memory
 from verbund.exchange.federated.partition import Parts
@@ -60,7 +60,7 @@ class Vectorised:
         self._model, self._task = local.replica.model, local.replica.task
         self._names = list(local.replica.names)
         self._first = {n: p.detach() for n, p in zip(self._names, local.replica.parameters, strict=True)}
-        self._step = vmap(grad_and_value(self._loss, has_aux=True))
+        self._losses = vmap(self._loss)
         self._client_bytes = _COPIES * sum(p.nbytes for p in self._first.values())
 
     def try_out(self) -> None:
@@ -173,12 +173,21 @@ class Vectorised:
             active = sum(order.steps > step for order in orders)
             batch = self._batch([order.step(step) for order in orders[:active]], orders[0].ticket(step))
             now = {name: values[:active] for name, values in weights.items()}
-            gradients, (_, (losses, sizes)) = self._step(now, batch.inputs, batch.targets, batch.mask)
+            gradients, losses, sizes = self._gradients(now, batch)
             total[:active] += losses.double()
             counted[:active] += sizes.double()
             with torch.no_grad():
                 self._update(now, gradients, sizes, moments, rates, train.clip_norm, base, proximal, shift)
         return total.tolist(), counted.tolist()
+
+    def _gradients(self, now: Tensors, batch: _Stacked) -> tuple[Tensors, Tensor, Tensor]:
+        """Gradients of the summed losses, by parameter that they depend on; losses and weights, by client. A client's
+        loss depends on its own slice alone, so that the gradient of all of them together has each one's."""
+        leaves = {name: values.detach().requires_grad_() for name, values in now.items()}
+        losses, sizes = self._losses(leaves, batch.inputs, batch.targets, batch.mask)
+        found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+        gradients = {name: each for name, each in zip(leaves, found, strict=True) if each is not None}
+        return gradients, losses.detach(), sizes.detach()
 
     def _update(
         self,
@@ -201,8 +210,8 @@ class Vectorised:
             length = squares.sqrt() * factor
             factor = torch.where(length > clip, factor * (clip / length), factor)
         all_count = bool(counts.all())
-        for name, values in now.items():
-            rate, gradient = rates[name], gradients[name]
+        for name, gradient in gradients.items():  # what the loss does not use takes no step, as in torch
+            rate, values = rates[name], now[name]
             gradient = gradient.mul_(_along(factor, gradient))
             if proximal and name in base:
                 gradient.add_(values - _head(base[name], active), alpha=proximal)
@@ -228,18 +237,15 @@ class Vectorised:
             moment.copy_(new if counts is None else torch.where(_along(counts, new), new, moment))
         return gradient + rate.momentum * moment if rate.nesterov else moment
 
-    def _loss(
-        self, parameters: Tensors, inputs: Any, targets: Any, mask: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The summed loss of one client's batch; and, to be told, that and its weight."""
+    def _loss(self, parameters: Tensors, inputs: Any, targets: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of one client's batch, and its weight."""
         if isinstance(inputs, dict):
             output = functional_call(self._model, parameters, (), inputs)
         else:
             arguments = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
             output = functional_call(self._model, parameters, arguments)
         sums = self._task.loss(output, targets)
-        total, weight = (sums.total * mask).sum(), (sums.weight * mask).sum()
-        return total, (total.detach(), weight.detach())
+        return (sums.total * mask).sum(), (sums.weight * mask).sum()
 
     def _batch(self, ids: list[np.ndarray[Any, Any]], number: int) -> _Stacked:
         """The samples of a step of all active clients."""

@@ -148,13 +148,10 @@ class Accountant:
 
 
 def noise_for(epsilon: float, delta: float, releases: int, rate: float | None = None) -> float:
-    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound; infinite if
-    there is none below a million."""
+    """The least noise, within a hundredth, with which so many releases cost at most ε by Rényi's bound."""
     low, high = 0.0, 1.0
     while _rdp(((Event(noise=high, rate=rate), releases),), delta) > epsilon:
         low, high = high, high * 2.0
-        if high > 1e6:
-            return math.inf
     while high - low > 0.005 * high:
         middle = (low + high) / 2.0
         enough = _rdp(((Event(noise=middle, rate=rate), releases),), delta) <= epsilon
