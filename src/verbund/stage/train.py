@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import deque
@@ -254,6 +255,8 @@ class _Training:
         self.island.meet_anew(self.worker)
         if held is not None:
             self._regain(held, lost)
+            del held
+            gc.collect()  # the former replica, the parts of which refer to each other
             return True
         self.replica.regroup(self.island.mesh, self.island.groups)
         self.tickets = _tickets(self.island, self.replica)
