@@ -275,8 +275,6 @@ def _place_of(error: BaseException, path: Path) -> str:
 
 def _dataset(module: ModuleType, job: Job, path: Path) -> Callable[[], Any] | None:
     dataset: Callable[[], Any] | None = getattr(module, "dataset", None)
-    if job.data.train is None and dataset is None:
-        raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(path))
     return _named_errors(dataset, path) if job.data.train is None and dataset is not None else None
 
 

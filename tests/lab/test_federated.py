@@ -133,8 +133,14 @@ def test_no_row_leaves_a_hospital_and_all_gain(hospitals: Lab, tmp_path: Path) -
         assert any(trace in raw for trace in looked_for)  # it would be seen
         assert not any(trace in traffic for trace in looked_for)
 
+    # The server's run is one as any: it has a model that can be judged by whoever has data.
+    judged = hospitals.run(
+        0, [*VERBUND, "validate", "run", "--data", "public/patients.parquet", "--json"], cwd=tmp_path
+    )
+    assert judged.returncode == 0, judged.stderr
     task = module("task")
     federated = task.model()
     federated.load_state_dict(load_file(json.loads(said["village"][0])["model"]))
     together = accuracy(federated, tmp_path / "public")
+    assert together == pytest.approx(json.loads(judged.stdout)["metrics"]["accuracy"])
     assert all(together > accuracy(alone(task, tmp_path / name), tmp_path / "public") for name in NAMES)

@@ -8,7 +8,7 @@ from verbund.data.dataset import DatasetSource
 from verbund.data.prepare import Prepared, names_of, needed
 from verbund.data.samples import ColumnFiles, Samples, Source
 from verbund.data.split import Selection
-from verbund.errors import DataError
+from verbund.errors import DataError, TaskError
 from verbund.job import Data, Job
 from verbund.task import Task
 
@@ -19,6 +19,7 @@ def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Sample
     Where data are only evaluated there is no training set, and they stand for it.
 
     Raises:
+        TaskError: if there are no data.
         DataError: if a split leaves one side empty.
     """
     data = job.data
@@ -26,7 +27,8 @@ def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Sample
         only = Samples(ColumnFiles(Path(prepared.validation), needed(data, task.own)))
         return only, only
     if prepared.train is None:
-        assert task.dataset is not None, "loading the task has asked for it"
+        if task.dataset is None:
+            raise TaskError("no data: neither `data.train` in the job nor `dataset()` here", where=str(task.file))
         names = [*(names_of(data.input) or ["input"]), *(names_of(data.target) or ["target"])]
         train: Source = DatasetSource(task.dataset(), names, job.seed)
         other = task.validation_dataset() if task.validation_dataset is not None else None

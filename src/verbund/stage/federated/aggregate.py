@@ -43,8 +43,7 @@ def work(worker: Worker) -> dict[str, Any]:
     job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
     place = device.choose(0, 1)
     device.use_threads(job.cluster.threads, 1)
-    elsewhere = job.data.model_copy(update={"train": "the clients' own"})  # a task is loaded only where data are named
-    alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange), "data": elsewhere})
+    alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange)})
     replica = Replica(tasks.load(alone), alone, Mesh(), Groups.alone(place), worker.doing)
     aggregator = Aggregator(job, replica, Path(settings["content"]), int(settings["clients"]))
     obey(worker, aggregator.do)
