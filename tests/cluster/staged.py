@@ -56,6 +56,14 @@ class Actor:
             pass
         return False
 
+    def play(self, part: Part) -> None:
+        """Does what a part says, until the end; whoever is killed may be in the middle of a sentence."""
+        try:
+            part(self)
+        except WireError:
+            if not self._over.is_set():
+                raise
+
     def killed(self) -> bool:
         """Waits until it is killed."""
         return self._over.wait(10.0)
@@ -96,7 +104,7 @@ class StagedCluster:
         actor = self.actors[self._pid] = Actor(spec, self._pid, Connection(theirs), self._exit)
         part = self._parts[spec.role, spec.rank, spec.life]
         assert part is not None
-        threading.Thread(target=part, args=(actor,), daemon=True).start()
+        threading.Thread(target=actor.play, args=(part,), daemon=True).start()
         return Process(spec, self._pid, Connection(ours))
 
     def _exit(self, ended: Exit) -> None:
