@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sklearn.datasets import load_breast_cancer
 
-POLICY = """# What this hospital permits: see `verbund federate client --help`.
+POLICY = """# What this hospital permits: all keys are in docs/federated.md.
 tasks = ["{task}"]       # SHA-256 of the task file that may run here
 minimum_cohort = 3       # the mean of fewer would tell too much of one
 rounds = 100

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from verbund.answer import Answer
+from verbund.checkpoint import durable
 from verbund.comm.wire import Certificates, Pinned
 from verbund.commands.options import AsJson, Debug, JobFile, Quiet, Settings, Workers, changes_of
 from verbund.errors import InputError
@@ -34,6 +37,9 @@ Certificate = Annotated[
     Path | None, typer.Option("--certificate", metavar="FILE", help="With --authority: the own one.")
 ]
 Key = Annotated[Path | None, typer.Option("--key", metavar="FILE", help="With --authority: its private key.")]
+
+_TOKEN_BYTES = 256
+"""At most so long is a token."""
 
 
 @app.command(
@@ -117,8 +123,13 @@ def client(
         taken = take_part(line, place, data, permitted, workers or 1, quiet=quiet)
     finally:
         line.close()
-    told = {"status": "done", "rounds": taken.rounds, "model": str(taken.model) if taken.model else None}
-    lines = [f"done: updates counted in {taken.rounds} rounds"]
+    told = {
+        "status": "done" if taken.model else "stopped",
+        "rounds": taken.rounds,
+        "model": str(taken.model) if taken.model else None,
+    }
+    ended = "done" if taken.model else "the server stopped before the last round, and the same command goes on"
+    lines = [f"{ended}: updates counted in {taken.rounds} rounds"]
     return Answer({**told, "home": str(taken.home)}, [*lines, *([f"model: {taken.model}"] if taken.model else [])])
 
 
@@ -146,11 +157,15 @@ def enroll(
         folder.remove(name)
         return Answer({"status": "done", "removed": name}, [f"{name} is known no more"])
     labels = dict(_label(text) for text in label or [])
-    token = str(folder.invite(name, labels, hours * 3600.0))
+    former = folder.invited(name)
     if out is None:
+        token = str(folder.invite(name, labels, hours * 3600.0))
         return Answer({"status": "done", "name": name, "token": token}, [token], [token])
-    _write(out, token)
-    return Answer({"status": "done", "name": name, "file": str(out)}, [f"{out}: give it to {name}, and to nobody else"])
+    with _new(out) as file:  # first: a token that nobody gets must not make an earlier one void
+        file.write(f"{folder.invite(name, labels, hours * 3600.0)}\n")
+    void = f"; the token that {name} had before is void" if former else ""
+    line = f"{out}: give it to {name}, and to nobody else{void}"
+    return Answer({"status": "done", "name": name, "file": str(out)}, [line])
 
 
 @app.command(
@@ -201,9 +216,23 @@ def _read(path: Path) -> str:
         raise InputError(f"cannot be read: {error}", where=str(path)) from None
 
 
-def _write(path: Path, token: str) -> None:
+@contextmanager
+def _new(path: Path) -> Iterator[TextIO]:
+    """A new file that only this user reads, with room for a token; nothing of it is left after an error."""
     try:
-        with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(token + "\n")
+        file = open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+        fix = "Choose another one" if isinstance(error, FileExistsError) else None
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from None
+    try:
+        with file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, _TOKEN_BYTES)
+                yield file
+                file.flush()
+                file.truncate()
+            except OSError as error:
+                raise InputError(durable.reason(error), where=str(path), fix=durable.remedy(error)) from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

@@ -25,6 +25,7 @@ from verbund.job import Job, Strategy
 from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
+from verbund.stage.federated import server as serving
 from verbund.stage.federated.aggregate import Aggregator
 from verbund.stage.federated.conversation import Conversation
 from verbund.stage.federated.files import SHARED, TOLD, packed, unpacked
@@ -345,3 +346,22 @@ def test_labels_select(hold: Hold) -> None:
     near.join()
     assert asked(near)["do"] == "train"
     assert held.events("round")[0]["cohort"] == ["near"]
+
+
+def test_the_server_tells_policies_from_failures_and_whom_it_waits_for(
+    hold: Hold,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "_QUIET_SECONDS", 0.0)
+    held = hold()
+    said: list[str] = []
+    held.server._notify = held.server.desk._notify = said.append
+    lines = [held.client(name) for name in ("north", "south")]
+    for line, refusal in zip(lines, ((["tasks"], ""), ([], "DataError")), strict=True):
+        line.join()
+        line.refuse(*refusal)
+    assert "north takes no part: its policy does not permit it (tasks)" in said
+    assert any(text.startswith("south takes no part: its data or machine do not fit") for text in said)
+    lines[0].join()
+    wait_for(lambda: "round 1 waits: 1 of 2 clients are there (north)" in said, "what is said")
+    assert held.events("refused")[1]["keys"] == ["DataError"]

@@ -107,6 +107,10 @@ class Enrolment:
             self._write("tokens.json", tokens)
         return token
 
+    def invited(self, name: str) -> bool:
+        """Whether a token of this name is good."""
+        return any(t["name"] == name and t["until"] > time.time() for t in self._read("tokens.json").values())
+
     def enrol(self, name: str, secret: str, certificate: bytes) -> None:
         """Takes a token and pins the certificate to its name. Once more with the same certificate changes nothing.
 

@@ -23,6 +23,7 @@ from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.stage import before
 from verbund.stage.federated.conversation import Conversation
+from verbund.stage.federated.desk import failure_of
 from verbund.stage.federated.home import Home
 from verbund.stage.federated.line import Line
 from verbund.stage.federated.orders import Orders
@@ -64,6 +65,7 @@ def take_part(line: Line, home: Home, data: str, policy: Policy, workers: int = 
     """
     notify = before.notifier(quiet)
     with home.lock(), Interrupts() as interrupts:
+        line.stopped = lambda: bool(interrupts.count)  # nobody may listen there yet
         joined = line.join()
         offer = joined.offer
         folder = home.job(offer.digest)
@@ -81,7 +83,7 @@ def take_part(line: Line, home: Home, data: str, policy: Policy, workers: int = 
                 _check_words(prepared, job)
                 before.dry_run(cluster, job, prepared)
             except VerbundError as error:
-                line.refuse([type(error).__name__])
+                line.refuse([], failure_of(error))
                 home.note("refused", error=error.record())
                 raise
             conversation = Conversation(line, home, folder, joined.name, policy, job, notify)

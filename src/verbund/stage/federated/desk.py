@@ -2,7 +2,7 @@
 
     enrol    token, certificate                     a client becomes known                 (without a name yet)
     join     version of the protocol                the offer: job and task file
-    refuse   keys of the client's policy            the client takes no part
+    refuse   keys of the client's policy, or failure  the client takes no part
     next     -                                      what to do: a round, an evaluation, nothing yet, the end
     get      sha256, offset                         a part of a file
     put      sha256, size, offset, part             how much of an update is there
@@ -208,11 +208,14 @@ class Desk:
 
     def _refuse(self, name: str, fields: dict[str, Any]) -> Reply:
         keys = [str(key)[:40] for key in list(fields.get("keys") or [])[:20]]
+        failure = str(fields.get("failure") or "")[:40]
+        policy = f"its policy does not permit it ({', '.join(keys)})"
+        why = f"its data or machine do not fit the job ({failure}; its owner is told more)" if failure else policy
         with self.changed:
             self.clients[name].refuses = True
-            self._journal.record([{"event": "refused", "client": name, "keys": keys}])
+            self._journal.record([{"event": "refused", "client": name, "keys": [failure] if failure else keys}])
             self.changed.notify_all()
-            self._notify(f"{name} takes no part: its policy does not permit it ({', '.join(keys)})")
+            self._notify(f"{name} takes no part: {why}")
             return self._reply("noted")
 
     def _next(self, name: str) -> Reply:
@@ -220,8 +223,7 @@ class Desk:
             self.clients[name].joined = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: self._task(name) is not None, HOLD_SECONDS)
-            task = self._task(name) or {"do": "wait"}
-            return self._reply("task", **task)
+            return self._reply("task", **(self._task(name) or {"do": "wait"}))
 
     def _task(self, name: str) -> dict[str, Any] | None:
         """What the client is to do now, if anything."""
@@ -250,11 +252,8 @@ class Desk:
         return Reply("part", {"head": []}, {"part": part}, keep=False)
 
     def _put(self, name: str, message: Message) -> Reply:
-        digest, size, offset = (
-            _text(message.fields, "sha256"),
-            _number(message.fields, "size"),
-            _number(message.fields, "offset"),
-        )
+        digest = _text(message.fields, "sha256")
+        size, offset = (_number(message.fields, key) for key in ("size", "offset"))
         updates = self._journal.updates
         with self.changed:
             client, rounds = self.clients[name], self._journal.rounds

@@ -79,9 +79,9 @@ class Line:
         answer = self.ask("join", {"protocol": PROTOCOL})
         return Joined(Offer.from_record(answer.fields["offer"]), str(answer.fields["name"]))
 
-    def refuse(self, keys: list[str]) -> None:
-        """Says that no part is taken, and by which keys of the policy."""
-        self.ask("refuse", {"keys": keys})
+    def refuse(self, keys: list[str], failure: str = "") -> None:
+        """Says that no part is taken: by which keys of the policy, or for which kind of failure."""
+        self.ask("refuse", {"keys": keys, "failure": failure})
 
     def leave(self) -> None:
         """Says that nothing more is needed. The server may be gone already."""

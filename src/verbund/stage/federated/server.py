@@ -24,6 +24,8 @@ from verbund.stage.federated.orders import Order
 
 _STEP_SECONDS = 3600.0
 _TURN = 0.5
+_QUIET_SECONDS = 5.0
+"""After so long it is said whom a round waits for."""
 _FAREWELL_SECONDS = 10.0
 
 
@@ -65,6 +67,8 @@ class Server:
         self._offer = Offer.of(job)
         self._since = time.monotonic()
         """When the phase began, in this life of the server."""
+        self._waits: tuple[int, int, tuple[str, ...]] | None = None
+        """Of which round and attempt, and with whom there, it was said that it waits."""
         self.hears: Callable[[Event], None] = lambda event: None
         """Is called with each event after it counts."""
         self.journal = RoundJournal(folder, terms, self._told)
@@ -120,7 +124,10 @@ class Server:
         passed = time.monotonic() - self._since
         events: list[Event] = []
         if rounds.phase is Phase.SELECTING:
-            events = rounds.select(desk.available(), passed >= self._settings.gather)
+            there = desk.available()
+            events = rounds.select(there, passed >= self._settings.gather)
+            if not events and passed >= _QUIET_SECONDS:
+                self._tell_waiting(there)
         elif rounds.phase is Phase.TRAINING:
             for name in desk.lost():
                 events += rounds.report(name, rounds.round, "lost", "no connection")
@@ -129,6 +136,16 @@ class Server:
         if events:
             desk.changed.notify_all()
         return bool(events)
+
+    def _tell_waiting(self, there: list[str]) -> None:
+        """Says once whom a round waits for, and again when that has changed."""
+        rounds = self.journal.rounds
+        needed = max(rounds.terms.available, rounds.terms.cohort)
+        waits = (rounds.round, rounds.attempt, tuple(sorted(there)))
+        if waits != self._waits:
+            self._waits = waits
+            names = f" ({', '.join(waits[2][:5])}{', …' if len(there) > 5 else ''})" if there else ""
+            self._notify(f"round {rounds.round} waits: {len(there)} of {needed} clients are there{names}")
 
     def _wait(self) -> float:
         """Seconds until something may be due by itself. Within `changed`."""

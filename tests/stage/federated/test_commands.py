@@ -1,0 +1,59 @@
+"""What those who run a federation are told, and that they can end what waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from conftest import Command
+from verbund.comm.wire import Pinned
+from verbund.errors import Interrupted
+from verbund.exchange.federated.enrolment import Enrolment
+from verbund.exchange.federated.policy import Policy
+from verbund.stage.federated.client import take_part
+from verbund.stage.federated.home import Home
+from verbund.stage.federated.line import Line
+
+
+def test_a_token_that_nobody_gets_leaves_the_earlier_one_good(command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "north.token"
+    enroll = ["federate", "enroll", "--name", "north", "--federation", str(tmp_path / "fed"), "--out"]
+    assert command(*enroll, str(out)).status == 0
+    assert out.stat().st_mode & 0o777 == 0o600
+    first = (tmp_path / "fed" / "tokens.json").read_text()
+    ended = command(*enroll, str(out))
+    assert ended.status == 2
+    assert "File exists" in ended.err
+    assert (tmp_path / "fed" / "tokens.json").read_text() == first
+    ended = command(*enroll, str(tmp_path / "second.token"))
+    assert ended.status == 0
+    assert "the token that north had before is void" in ended.out
+    assert len(json.loads((tmp_path / "fed" / "tokens.json").read_text())) == 1
+    assert out.read_text() != (tmp_path / "second.token").read_text()
+    assert (tmp_path / "second.token").read_text().startswith("verbund-token-1:north:")
+
+
+def test_a_file_without_a_token_is_not_left_behind(command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "a.token"
+    federation = ["--federation", str(tmp_path / "fed")]
+    assert command("federate", "enroll", "--name", "not a name", *federation, "--out", str(out)).status == 2
+    assert not out.exists()
+
+
+def test_a_client_that_finds_no_server_can_be_interrupted(tmp_path: Path) -> None:
+    identity = Enrolment(tmp_path / "federation").identity
+    home = Home(tmp_path / "home")
+    line = Line("127.0.0.1:9", Pinned(identity.fingerprint, home.identity), 10.0)
+    stop = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    stop.start()
+    try:
+        with pytest.raises(Interrupted):
+            take_part(line, home, "none.parquet", Policy())
+    finally:
+        stop.join()
+        line.close()
