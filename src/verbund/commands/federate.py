@@ -114,6 +114,11 @@ def client(
             text = sys.stdin.read(4096) if str(token) == "-" else _read(token)
             enrol(address, Token.parse(text, "--token"), place, patience)
             known = place.pinned()
+        elif token is not None and known is not None and token.is_file():  # it was used, if it is this client's
+            given = Token.parse(_read(token), "--token")
+            if (given.fingerprint, given.name) != known:
+                what = f"this client is enrolled as `{known[1]}`, and the token is for `{given.name}` or another server"
+                raise InputError(what, where=str(home), fix="Give each client a `--home` of its own")
         if known is None:
             fix = "Give the token that `verbund federate enroll` at the server has written: `--token FILE`"
             raise InputError("this client is not enrolled anywhere yet", where=str(home), fix=fix)

@@ -57,3 +57,16 @@ def test_a_client_that_finds_no_server_can_be_interrupted(tmp_path: Path) -> Non
     finally:
         stop.join()
         line.close()
+
+
+def test_a_token_for_another_client_is_refused_where_one_lives(command: Command, tmp_path: Path) -> None:
+    federation = Enrolment(tmp_path / "federation")
+    Home(tmp_path / "home").pin(federation.identity.fingerprint, "north")
+    token = tmp_path / "south.token"
+    token.write_text(str(federation.invite("south", {}, 60.0)))
+    client = ["federate", "client", "--server", "127.0.0.1:9", "--data", "none.parquet", "--home", "home"]
+    ended = command(*client, "--token", str(token), "--patience", "1")
+    assert ended.status == 2
+    assert "enrolled as `north`, and the token is for `south`" in ended.err
+    token.write_text(str(federation.invite("north", {}, 60.0)))
+    assert command(*client, "--token", str(token), "--patience", "1").status == 3
