@@ -382,7 +382,7 @@ def test_verify_leaves_the_exchange_out(make_job: MakeJob, shared_cluster: Local
     found = verify(make_job(MODEL, {"strategy.islands": 2, "strategy.exchange": "diloco"}), steps=2)
     assert found["passed"]
     assert found["strategy"] == "islands=2"
-    assert any("`diloco` lets islands train alone" in line for line in lines(found))
+    assert any("the exchange `diloco` islands train alone" in line for line in lines(found))
 
 
 CHANGED = [
@@ -458,3 +458,9 @@ def test_notes_of_exchanges(run_job: Callable[..., Run]) -> None:
     assert "`data.placement` has no effect with one island" in one
     assert "only its outer optimiser steps" in notes({"strategy.exchange": "diloco"})
     assert "Nothing travels as `top_k`" in notes({"strategy.mesh": {"data": 2}, "strategy.compression": "top_k"})
+
+
+def test_verify_says_that_it_compares_no_rounds(make_job: MakeJob, shared_cluster: LocalCluster) -> None:
+    exchange = {"name": "federated", "clients": 4}
+    found = verify(make_job(MODEL, {"strategy.exchange": exchange, "train.epochs": None, "train.steps": 1}), steps=1)
+    assert any("`federated` clients train alone, and `verify` compares nothing" in line for line in lines(found))

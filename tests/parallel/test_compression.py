@@ -259,4 +259,4 @@ def test_verify_leaves_out_exchanges(make_job: MakeJob) -> None:
     found = verify(make_job(ODD, parse_strategy(strategy)), steps=1)
     assert found["passed"]
     assert found["strategy"] == "islands=2"
-    assert found["left_out"][0].startswith("exchange `local_sgd` lets islands train alone")
+    assert found["left_out"][0].startswith("under the exchange `local_sgd` islands train alone")

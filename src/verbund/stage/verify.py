@@ -121,6 +121,7 @@ def _with(job: Job, changes: dict[str, Any]) -> Job:
     return Job.build(job.resolved(), changes, source="verify", folder=Path(job.folder))
 
 
+_ALONE = {"federated": "clients train alone, and `verify` compares nothing of their rounds"}
 _INEXACT = ("strategy.compression", "strategy.exchange")
 
 
@@ -156,8 +157,8 @@ def _inexact(job: Job, against: str | None) -> list[str]:
             for name in compressions
         ),
         *(
-            f"under the exchange `{name}` islands train alone: no comparison within rounding is possible, and their "
-            "gradients were added up in every step"
+            f"under the exchange `{name}` {_ALONE.get(name, 'islands train alone')}: no comparison within rounding is "
+            "possible, and gradients were added up in every step"
             for name in exchanges
         ),
         *(
