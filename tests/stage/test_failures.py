@@ -107,7 +107,7 @@ def inputs(batch):
 """
     )
     changes = {"train.global_batch": 20, "cluster.heartbeat": 9.0, "cluster.lost_after": 2.5}
-    with pytest.raises(ClusterLost, match=r"no sign of life for \d s; it was computing \(step 3\)"):
+    with pytest.raises(ClusterLost, match=r"no sign of life for \d s; last known: computing \(step 3\)"):
         run_job(task, {"train.steps": 100, **changes})
 
 
