@@ -22,7 +22,7 @@ def together(world: int, folder: Path, work: Callable[[Group], Any]) -> list[Any
         try:
             return work(group)
         finally:
-            group.close()
+            group.leave()
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(one, range(world)))

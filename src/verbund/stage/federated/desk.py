@@ -17,7 +17,6 @@ All of them may come again and change nothing then. Every answer has the head of
 from __future__ import annotations
 
 import base64
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,7 @@ from verbund.exchange.federated.round import Answer, Phase
 from verbund.exchange.federated.round_journal import RoundJournal
 from verbund.job import Round
 from verbund.stage.federated.offer import Offer
+from verbund.stage.federated.requests import facts_of, number, state_of, text
 
 PROTOCOL = 1
 HOLD_SECONDS = 15.0
@@ -184,7 +184,7 @@ class Desk:
     def _enrol(self, fields: dict[str, Any]) -> Reply:
         if self._enrolment is None:
             raise InputError("this server goes by certificates of an authority, not by tokens")
-        name, secret, certificate = (_text(fields, key) for key in ("name", "secret", "certificate"))
+        name, secret, certificate = (text(fields, key) for key in ("name", "secret", "certificate"))
         try:
             raw = base64.b64decode(certificate, validate=True)
         except ValueError:
@@ -241,7 +241,7 @@ class Desk:
         return None
 
     def _get(self, name: str, fields: dict[str, Any]) -> Reply:
-        digest, offset = _text(fields, "sha256"), _number(fields, "offset")
+        digest, offset = text(fields, "sha256"), number(fields, "offset")
         with self.changed:
             known = digest in self._journal.published
         if not known:
@@ -251,9 +251,9 @@ class Desk:
 
     def _put(self, name: str, message: Message) -> Reply:
         digest, size, offset = (
-            _text(message.fields, "sha256"),
-            _number(message.fields, "size"),
-            _number(message.fields, "offset"),
+            text(message.fields, "sha256"),
+            number(message.fields, "size"),
+            number(message.fields, "offset"),
         )
         updates = self._journal.updates
         with self.changed:
@@ -275,8 +275,8 @@ class Desk:
         return self._reply("have", bytes=updates.append(digest, size, offset, part, name))
 
     def _update(self, name: str, fields: dict[str, Any]) -> Reply:
-        round_, digest = _number(fields, "round"), _text(fields, "sha256")
-        facts = _facts(fields)
+        round_, digest = number(fields, "round"), text(fields, "sha256")
+        facts = facts_of(fields)
         with self.changed:
             events, answer = self._journal.rounds.update(name, round_, digest, facts)
         if events:
@@ -298,11 +298,11 @@ class Desk:
             return self._reply("answer", counts=answer.counts, why=answer.why)
 
     def _report(self, name: str, fields: dict[str, Any]) -> Reply:
-        state, reason = _text(fields, "state"), _text(fields, "reason")[:80]
+        state, reason = text(fields, "state"), text(fields, "reason")[:80]
         if state not in _STATES:
             raise InputError(f"`{state[:40]}` is no state")
         with self.changed:
-            events = self._journal.rounds.report(name, _number(fields, "round"), state, reason)
+            events = self._journal.rounds.report(name, number(fields, "round"), state, reason)
             self._journal.record(events)
             self.changed.notify_all()
             if events:
@@ -317,8 +317,8 @@ class Desk:
             return self._reply("noted")
 
     def _metrics(self, name: str, fields: dict[str, Any]) -> Reply:
-        version, state = _number(fields, "version"), fields.get("state")
-        state = None if state is None else _state(state)
+        version, state = number(fields, "version"), fields.get("state")
+        state = None if state is None else state_of(state)
         with self.changed:
             known = any(e["client"] == name and e["version"] == version for e in self._journal.metrics)
             if not known and version == self._journal.rounds.version:
@@ -334,66 +334,6 @@ def why_late(answer: Answer) -> bool:
 
 def _size(journal: RoundJournal) -> int:
     return journal.versions.path(journal.current).stat().st_size
-
-
-def _text(fields: Mapping[str, Any], key: str) -> str:
-    value = fields.get(key)
-    if not isinstance(value, str) or len(value) > 16_384:
-        raise InputError(f"`{key}` of a request is no text, or too long")
-    return value
-
-
-def _number(fields: Mapping[str, Any], key: str) -> int:
-    value = fields.get(key)
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise InputError(f"`{key}` of a request is no whole number")
-    return value
-
-
-def _facts(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of an update besides its tensors, checked."""
-    weight, steps = fields.get("weight"), _number(fields, "local_steps")
-    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not math.isfinite(weight) or weight <= 0:
-        raise InputError("the weight of an update is no positive number")
-    sums = fields.get("sums")
-    if not isinstance(sums, dict) or len(sums) > 64 or not all(_pair(value) for value in sums.values()):
-        raise InputError("the sums of an update are not pairs of finite numbers")
-    facts: dict[str, Any] = {
-        "base_version": _number(fields, "version"),
-        "weight": float(weight),
-        "local_steps": steps,
-        "bytes": _number(fields, "bytes"),
-        "seconds": float(fields.get("seconds") or 0.0),
-        "sums": {str(name)[:80]: value for name, value in sums.items()},
-    }
-    if (state := fields.get("state")) is not None:
-        facts["state"] = _state(state)
-    return facts
-
-
-def _pair(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(isinstance(part, (int, float)) and math.isfinite(part) for part in value)
-    )
-
-
-def _state(state: Any) -> dict[str, Any]:
-    """A client's sums of metrics: lists of numbers by name.
-
-    Raises:
-        InputError: if they are not.
-    """
-
-    def numbers(value: Any, depth: int = 0) -> bool:
-        if isinstance(value, list):
-            return depth < 3 and len(value) <= 1 << 20 and all(numbers(part, depth + 1) for part in value)
-        return isinstance(value, (int, float)) and math.isfinite(value)
-
-    if not isinstance(state, dict) or len(state) > 256 or not all(numbers(value, 0) for value in state.values()):
-        raise InputError("what an evaluation gave is not lists of finite numbers")
-    return {str(name)[:80]: value for name, value in state.items()}
 
 
 def failure_of(error: VerbundError) -> str:

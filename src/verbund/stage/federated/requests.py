@@ -1,0 +1,71 @@
+"""What a client says, checked field by field; whatever is wrong is an InputError that goes back to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from verbund.errors import InputError
+
+
+def text(fields: Mapping[str, Any], key: str) -> str:
+    """A text of a request; of bounded length."""
+    value = fields.get(key)
+    if not isinstance(value, str) or len(value) > 16_384:
+        raise InputError(f"`{key}` of a request is no text, or too long")
+    return value
+
+
+def number(fields: Mapping[str, Any], key: str) -> int:
+    """A whole number of a request, not below 0."""
+    value = fields.get(key)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise InputError(f"`{key}` of a request is no whole number")
+    return value
+
+
+def facts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of an update besides its tensors, checked."""
+    weight, steps = fields.get("weight"), number(fields, "local_steps")
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not math.isfinite(weight) or weight <= 0:
+        raise InputError("the weight of an update is no positive number")
+    sums = fields.get("sums")
+    if not isinstance(sums, dict) or len(sums) > 64 or not all(_pair(value) for value in sums.values()):
+        raise InputError("the sums of an update are not pairs of finite numbers")
+    facts: dict[str, Any] = {
+        "base_version": number(fields, "version"),
+        "weight": float(weight),
+        "local_steps": steps,
+        "bytes": number(fields, "bytes"),
+        "seconds": float(fields.get("seconds") or 0.0),
+        "sums": {str(name)[:80]: value for name, value in sums.items()},
+    }
+    if (state := fields.get("state")) is not None:
+        facts["state"] = state_of(state)
+    return facts
+
+
+def _pair(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(part, (int, float)) and math.isfinite(part) for part in value)
+    )
+
+
+def state_of(state: Any) -> dict[str, Any]:
+    """A client's sums of metrics: lists of numbers by name.
+
+    Raises:
+        InputError: if they are not.
+    """
+
+    def numbers(value: Any, depth: int = 0) -> bool:
+        if isinstance(value, list):
+            return depth < 3 and len(value) <= 1 << 20 and all(numbers(part, depth + 1) for part in value)
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
+    if not isinstance(state, dict) or len(state) > 256 or not all(numbers(value, 0) for value in state.values()):
+        raise InputError("what an evaluation gave is not lists of finite numbers")
+    return {str(name)[:80]: value for name, value in state.items()}
