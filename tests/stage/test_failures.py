@@ -325,6 +325,6 @@ def test_the_ends_that_follow_a_failure_are_no_losses(run_job: RunJob, tmp_path:
         "        raise PeerLost('nobody is there')\n    return batch['x']\n"
     )
     changes = {"strategy.exchange": {"name": "parameter_server", "servers": 2}, "cluster.replacements": 2}
-    with pytest.raises(RunFailed, match="nobody is there"):
+    with pytest.raises(ClusterLost, match="nobody is there"):
         run_job(task, changes)
     assert '"replacement"' not in (tmp_path / "run-1" / "journal" / "supervisor-0-1.jsonl").read_text()
