@@ -503,7 +503,8 @@ class Supervisor:
             silent = now - watched.heard
             if silent > patience(watched, self._limits, self._cluster):
                 last = f"{watched.doing} (step {watched.step})"
-                error = ClusterLost(f"{watched.process} has given no sign of life for {silent:.0f} s; it was {last}")
+                what = f"{watched.process} has given no sign of life for {silent:.0f} s; last known: {last}"
+                error = ClusterLost(what)
                 watched.silence = error, last
                 self._lose(watched, error)
                 return

@@ -11,6 +11,9 @@ from verbund.cluster.process import Cluster, Exit, Process
 from verbund.errors import ClusterLost, VerbundError
 from verbund.job import Cluster as Limits
 
+ADDING_UP = "adding up gradients"
+"""What a worker does that waits for the others in a step's collective."""
+
 _SUSPENDED_BEATS = 3
 """Heartbeats after which a process that is known to be stopped counts as lost."""
 
@@ -92,7 +95,7 @@ def standing_still(living: Sequence[Watched], deadline: float) -> tuple[Watched,
     if not late:
         return None
     # Those that wait in a collective are not the cause where somebody else has not come to it.
-    culprits = [w for w in late if w.doing != "all-reduce"] or [w for w in living if w.doing != "all-reduce"] or late
+    culprits = [w for w in late if w.doing != ADDING_UP] or [w for w in living if w.doing != ADDING_UP] or late
     names = ", ".join(f"{w.process.spec.name} ({w.doing}, step {w.step}, for {now - w.since:.0f} s)" for w in culprits)
     waited = "the others wait for " if len(culprits) < len(living) else ""
     fix = "If a step may take longer, raise `cluster.step_deadline`"

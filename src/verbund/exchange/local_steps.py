@@ -179,7 +179,7 @@ class LocalSteps:
         while self.state.waiting and when(self.state.waiting[0][1]):
             fragment, _, begun = self.state.waiting.pop(0)
             blocked = time.monotonic_ns()
-            self._replica.doing("the exchange between islands", self._step)
+            self._replica.doing("exchanging between islands", self._step)
             self._fragments[fragment].receive()
             done = time.monotonic_ns()
             self._fragments[fragment].apply()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verbund.checkpoint.piece import Piece
+from verbund.cluster.watched import ADDING_UP
 from verbund.data.loader import Batch
 from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
@@ -288,7 +289,7 @@ class Replica:
         self._collect_gradients(step)
         if not self.speaks:
             loss, weight = 0.0, 0.0
-        self.doing("all-reduce", step)
+        self.doing(ADDING_UP, step)
         told = (TOLD * self.balance.place, self._busy.end())
         extra = self.buffers.flat() if self.buffers.size else None
         reduced = self._sums.finish(loss, weight, flag, extra, told)
@@ -314,7 +315,7 @@ class Replica:
     def _collect_gradients(self, step: int) -> None:
         """Gradients of shares, of tied parameters, and of those of which each worker has only its part."""
         if self.shards is not None:
-            self.doing("the reduce-scatter of gradients", step)
+            self.doing("distributing gradients", step)
             self.shards.finish()
         if self.axis is not None:
             layers.forget(self.model)
