@@ -215,9 +215,13 @@ def test_arguments_of_who_joins(command: Command, tmp_path: Path, monkeypatch: p
         (["127.0.0.1:b", *known], 2, "`127.0.0.1:b` is no address"),
         ([to, *known, "--within", "0.3"], 3, "no run has started within 0.3 s: nobody listens at"),
     ]
+    other = subprocess.Popen(["sleep", "60"])
     for arguments, status, message in wrong:
         ended_ = command("join", *arguments)
         assert (ended_.status, message in ended_.err) == (status, True), ended_.err
+    assert other.poll() is None  # what else its process has started is left alone
+    other.kill()
+    other.wait()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert "local rank 1: the process of local rank 0 joins" in command("join").out
 

@@ -116,11 +116,11 @@ def join(
             raise InputError(str(error), where="arguments") from None
     with Interrupts() as interrupts:
         joiner = _Joiner(address, secret, within, grace, tell, interrupts)
+        connection, asked = joiner.accepted(slots, rank, own)
         try:
-            connection, asked = joiner.accepted(slots, rank, own)
             joiner.serve(connection, asked)
         finally:
-            end_children()
+            end_children()  # not before it has any: who has asked in vain may have others
 
 
 class _Joiner:
