@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Host:
     command: tuple[str, ...] = ()
 
 
-class WarmServer:
+class WarmServer(ABC):
     """Of use when its connection is there.
 
     Args:
@@ -57,29 +58,29 @@ class WarmServer:
     # -- what depends on how it was started ----------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """What messages call it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_running(self) -> None:
         """Raises ClusterLost if it has ended before it was connected."""
-        raise NotImplementedError
 
+    @abstractmethod
     def late(self, seconds: float) -> ClusterLost:
         """That it has not started within so many seconds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self) -> None:
         """Waits for its end; if that does not come, ends it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _cut_off(self) -> None:
         """Ends it and all that it has started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _why(self, error: WireError) -> ClusterLost:
         """Why its connection broke."""
-        raise NotImplementedError
 
     def _state(self) -> str:
         """What keeps it, as far as that is known: the rest of a sentence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -45,8 +46,9 @@ class _Stateful(Averaging):
             for name, values in parameters.items()
         }
 
+    @abstractmethod
     def _direction(self, name: str, difference: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What a step is taken along, of the clients' mean difference."""
 
     def _moment(self, kind: str, name: str, like: Tensor, first: float = 0.0) -> Tensor:
         return self._moments.setdefault(f"{kind}/{name}", torch.full_like(like, first))
