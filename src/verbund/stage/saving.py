@@ -13,10 +13,12 @@ from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
 from verbund.exchange.local_steps import LocalSteps
+from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 from verbund.stage.background import Background
+from verbund.stage.judge import Judge
 
 KINDS = ("parameters", "buffers", "optimizer", "ema")
 _PART_BYTES = 16 << 20
@@ -132,3 +134,32 @@ def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:
         marked.append(replace(piece, owner=piece.owner and min(place * writers // max(total, 1), writers - 1) == rank))
         place += piece.values.numel() * piece.values.element_size()
     return marked
+
+
+def state_of(
+    job: Job, data: dict[str, Any], step: int, samples: int, seconds: float, judge: Judge, **more: Any
+) -> dict[str, Any]:
+    """A training's own state at the border of a step, JSON values: what resuming it needs besides tensors.
+
+    Args:
+        job: what is trained.
+        data: which data these are; a resumed run compares.
+        step: how many are done.
+        samples: of them.
+        seconds: they took.
+        judge: what was best so far.
+        more: of the exchange, and the loss scale, where there are such.
+    """
+    return {
+        "step": step,
+        "samples": samples,
+        "tickets": {"low_water": step, "outstanding": []},
+        "seed": job.seed,
+        "global_batch": job.train.global_batch,
+        "data": data,
+        **judge.state(),
+        "seconds": seconds,
+        "exchange": None,
+        "loss_scale": None,
+        **more,
+    }

@@ -9,6 +9,7 @@ from verbund.errors import InputError
 from verbund.job import Job
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.balance import Balance
+from verbund.stage.lengths import Lengths
 
 
 class Tickets:
@@ -29,9 +30,8 @@ class Tickets:
         self._islands = Division(mesh.islands, unit)
         self._balance = balance
         self._island = mesh.island
-        self._train = job.train
         count, batch = len(samples), job.train.global_batch
-        self.tickets_per_epoch = -(-count // batch)
+        self.lengths = Lengths(job.train, -(-count // batch))
         self._shared: Order | None = None
         self._own: list[Order] = []
         if job.data.placement == "shared" or mesh.islands == 1:
@@ -49,20 +49,6 @@ class Tickets:
                     fix="Use fewer islands, larger global batches or more data",
                 )
             self._own.append(Order(rows, high - low, key(job.seed, island), samples.block, job.data.window))
-
-    def end_reached(self, step: int) -> str | None:
-        """Which of the training's lengths, `steps` or `epochs`, is reached after so many steps, if one is."""
-        if self._train.steps is not None and step >= self._train.steps:
-            return "steps"
-        if self._train.epochs is not None and step >= self._train.epochs * self.tickets_per_epoch:
-            return "epochs"
-        return None
-
-    def due(self, every: int | str, step: int) -> bool:
-        """Whether what is done every so many steps, every `epoch` or at the `end` is due after so many."""
-        if every == "epoch":
-            return step % self.tickets_per_epoch == 0
-        return every != "end" and step % int(every) == 0
 
     def sizes(self, ticket: int) -> tuple[int, ...]:
         """How many samples of a ticket each island has."""

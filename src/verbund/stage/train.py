@@ -23,28 +23,25 @@ from verbund.mesh import probe
 from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
-from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage import flags
 from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
 from verbund.stage.mirrors import Mirrors
 from verbund.stage.paces import Paces
-from verbund.stage.recording import journal_of
+from verbund.stage.recording import count, journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.refill import refills
 from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
-from verbund.stage.saving import Saver
+from verbund.stage.saving import Saver, state_of
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
-# Reasons to stop that travel with the gradients, so that all workers stop after the same step. Only one worker looks
-# at the clock and for a new era, so that the sum tells them apart.
-_TIME, _CHANGE, _INTERRUPT = 1.0, 2.0, 4.0
 _RECENT_SECONDS = 3.0
 """For how long all workers keep what they know of steps, which one of them journals once a second."""
 # Their numbers among a step's collectives, beyond those of any gradients.
@@ -107,14 +104,8 @@ def _tickets(island: Island, replica: Replica) -> Tickets:
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
-    _count(journal, links, island)
+    count(journal, links, island.shared_bytes)
     journal.close()
-
-
-def _count(journal: Journal, links: Links, island: Island) -> None:
-    """Records the running totals of bytes moved and memory."""
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.shared_bytes)
-    journal.totals("memory", peak=peak_bytes())
 
 
 def _count_combined(journal: Journal, replica: Replica, exchange: LocalSteps | None) -> None:
@@ -333,7 +324,7 @@ class _Training:
             again: what is due after the last step may not have been done by all.
         """
         train, rank = self.job.train, self.rank
-        reason = self.tickets.end_reached(self.step) or self._stopped(0.0)
+        reason = self.tickets.lengths.reached(self.step) or self._stopped(0.0)
         self.replica.balance.begin(self.step, self.tickets.whole)
         self._paces = Paces(self.worker, self.island.mesh, self.exchange is None, self._members())
         if again:
@@ -380,11 +371,11 @@ class _Training:
                 if self._mirrors is not None and self._mirrors.due(self.step):
                     self._mirror()
                 # Who is done anyway is not interrupted.
-                reason = self.tickets.end_reached(self.step) or self._stopped(sums.flags)
+                reason = self.tickets.lengths.reached(self.step) or self._stopped(sums.flags)
                 if self.exchange is not None:
                     self._combine(self.exchange, sums, reason)
                 reason = self._after_step(reason)
-                if reason is None and sums.flags % _INTERRUPT >= _CHANGE:
+                if reason is None and flags.changes(sums.flags):
                     return "change"
         finally:
             loader.close()
@@ -432,19 +423,19 @@ class _Training:
         """This worker's reason to stop after the step, which travels with the gradients."""
         if self._agreement is not None:
             return 0.0
-        flag = _INTERRUPT if self.worker.stopping else 0.0
+        flag = flags.INTERRUPT if self.worker.stopping else 0.0
         if self.rank == 0:
-            flag += _TIME * self._out_of_time() + _CHANGE * (self.worker.era.number > self.island.era)
+            flag += flags.TIME * self._out_of_time() + flags.CHANGE * (self.worker.era.number > self.island.era)
         return flag
 
-    def _stopped(self, flags: float) -> str | None:
+    def _stopped(self, told: float) -> str | None:
         """Why all workers stop now, if they do.
 
         Args:
-            flags: the sum of their flags.
+            told: the sum of their flags.
         """
         if self._agreement is None:
-            return "interrupt" if flags >= _INTERRUPT else "seconds" if flags % _CHANGE >= _TIME else None
+            return flags.ends(told)
         if self.rank == 0 and self._out_of_time():
             self._agreement.wish("seconds")
         return self._agreement.ends(self.step)
@@ -485,14 +476,14 @@ class _Training:
 
     def _write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""
-        _count(self.journal, self.links, self.island)
+        count(self.journal, self.links, self.island.shared_bytes)
         _count_combined(self.journal, self.replica, self.exchange)
         self.journal.flush()
 
     def _after_step(self, reason: str | None) -> str | None:
-        if self.tickets.due(self.job.validate_.every, self.step) and self.island.validation_set is not None:
+        if self.tickets.lengths.due(self.job.validate_.every, self.step) and self.island.validation_set is not None:
             reason = self._validate() or reason
-        if self.tickets.due(self.job.checkpoint.every, self.step):
+        if self.tickets.lengths.due(self.job.checkpoint.every, self.step):
             self._save()
         return reason
 
@@ -523,18 +514,16 @@ class _Training:
         self._saved = self.step
         self.saver.save(
             self.step,
-            {
-                "step": self.step,
-                "samples": self.samples,
-                "tickets": {"low_water": self.step, "outstanding": []},
-                "seed": self.job.seed,
-                "global_batch": self.job.train.global_batch,
-                "data": self.worker.settings["data"],
-                **self.judge.state(),
-                "seconds": self._elapsed(),
-                "exchange": self.exchange.state.record() if self.exchange is not None else None,
-                "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
-            },
+            state_of(
+                self.job,
+                self.worker.settings["data"],
+                self.step,
+                self.samples,
+                self._elapsed(),
+                self.judge,
+                exchange=self.exchange.state.record() if self.exchange is not None else None,
+                loss_scale=self.replica.loss_scale.state() if self.replica.loss_scale else None,
+            ),
             self.island.era,
         )
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())

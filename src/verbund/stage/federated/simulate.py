@@ -21,9 +21,9 @@ from verbund.mesh.axes import Mesh
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
-from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
+from verbund.stage import flags
 from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_alike, parts_of
@@ -33,14 +33,13 @@ from verbund.stage.federated.simulated_server import SimulatedServer
 from verbund.stage.federated.vectorised import clients_of
 from verbund.stage.island import Island, augmentation
 from verbund.stage.judge import Judge
-from verbund.stage.recording import journal_of
+from verbund.stage.lengths import Lengths
+from verbund.stage.recording import count, journal_of
 from verbund.stage.restore import restore
-from verbund.stage.saving import Saver
+from verbund.stage.saving import Saver, state_of
 from verbund.stage.validate import evaluate
 
 _PROGRESS_SECONDS = 0.1
-# Reasons to stop that travel with the updates, so that all workers stop after the same round.
-_TIME, _INTERRUPT = 1.0, 2.0
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -86,13 +85,8 @@ def work(worker: Worker) -> dict[str, Any]:
 
 
 def _close(journal: Journal, links: Links, island: Island) -> None:
-    _count(journal, links, island)
+    count(journal, links, island.shared_bytes)
     journal.close()
-
-
-def _count(journal: Journal, links: Links, island: Island) -> None:
-    journal.totals("links", links=links.sample(), wire=links.wire(), shared=island.groups.shared_bytes)
-    journal.totals("memory", peak=peak_bytes())
 
 
 class _Simulation:
@@ -116,7 +110,7 @@ class _Simulation:
         self.replica, self._tastes = local.replica, tastes
         self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
         self.job, self.rank = island.job, island.mesh.rank
-        self.per_epoch = self.job.strategy.exchange.rounds_per_epoch(parts.clients)
+        self.lengths = Lengths(self.job.train, self.job.strategy.exchange.rounds_per_epoch(parts.clients))
         self.saver = Saver(
             worker, run, self.replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces
         )
@@ -135,7 +129,7 @@ class _Simulation:
 
     def run_to_end(self) -> dict[str, Any]:
         """Plays rounds until one of the job's ends is reached or a stop is asked for."""
-        reason = self._end()
+        reason = self.lengths.reached(self.step)
         if reason is not None and self.rank == 0:
             done = f"Nothing to do: the run has had its {reason} ({self.step} rounds)"
             self.worker.send("note", text=f"{done}. Raise `train.{reason}` to train on")
@@ -156,7 +150,7 @@ class _Simulation:
                 names, values = zip(*self.server.parameters.items(), strict=True)
                 ranks = list(range(self.island.mesh.world))
                 equality.check(list(names), list(values), self.island.groups.island, ranks, self.step)
-            reason = self._end() or _reason(played.flag)
+            reason = self.lengths.reached(self.step) or flags.ends(played.flag)
             reason = self._after_round(reason)
         self._finish(reason)
         return {
@@ -169,23 +163,16 @@ class _Simulation:
 
     # -- the ends ------------------------------------------------------------------------------------------------
 
-    def _end(self) -> str | None:
-        train = self.job.train
-        if train.steps is not None and self.step >= train.steps:
-            return "steps"
-        return "epochs" if train.epochs is not None and self.step >= train.epochs * self.per_epoch else None
-
     def _look_ahead(self, reason: str | None) -> None:
         """Says before the first round if the privacy budget will end the training."""
-        train, protection = self.job.train, self.server.protection
-        ends = [train.steps, train.epochs * self.per_epoch if train.epochs is not None else None]
-        rounds = min((end for end in ends if end is not None), default=self.step) - self.step
+        protection, total = self.server.protection, self.worker.settings["total_steps"]
+        rounds = total - self.step if total is not None else 0
         if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
             self.worker.send("note", text=text)
 
     def _flag(self) -> float:
         late = self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
-        return _INTERRUPT if self.worker.stopping else _TIME if self.rank == 0 and late else 0.0
+        return flags.INTERRUPT if self.worker.stopping else flags.TIME if self.rank == 0 and late else 0.0
 
     def _elapsed(self) -> float:
         return self.former_seconds + time.monotonic() - self.begun
@@ -208,18 +195,13 @@ class _Simulation:
             self._write()
 
     def _write(self) -> None:
-        _count(self.journal, self.links, self.island)
+        count(self.journal, self.links, self.island.shared_bytes)
         self.journal.flush()
 
-    def _due(self, every: int | str) -> bool:
-        if every == "epoch":
-            return self.step % self.per_epoch == 0
-        return every != "end" and self.step % int(every) == 0
-
     def _after_round(self, reason: str | None) -> str | None:
-        if self._due(self.job.validate_.every) and self.island.validation_set is not None:
+        if self.lengths.due(self.job.validate_.every, self.step) and self.island.validation_set is not None:
             reason = self._validate() or reason
-        if self._due(self.job.checkpoint.every):
+        if self.lengths.due(self.job.checkpoint.every, self.step):
             self._save()
         return reason
 
@@ -247,18 +229,15 @@ class _Simulation:
         self.replica.optimizer.state.clear()  # a client's own, of a round that is over
         self.saver.save(
             self.step,
-            {
-                "step": self.step,
-                "samples": self.samples,
-                "tickets": {"low_water": self.step, "outstanding": []},
-                "seed": self.job.seed,
-                "global_batch": self.job.train.global_batch,
-                "data": self.worker.settings["data"],
-                **self.judge.state(),
-                "seconds": self._elapsed(),
-                "exchange": {**self.server.record(), **self.rounds.record()},
-                "loss_scale": None,
-            },
+            state_of(
+                self.job,
+                self.worker.settings["data"],
+                self.step,
+                self.samples,
+                self._elapsed(),
+                self.judge,
+                exchange={**self.server.record(), **self.rounds.record()},
+            ),
         )
         self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
 
@@ -284,7 +263,3 @@ class _Simulation:
             spent = protection.accountant.summary()
             self.journal.event("privacy", **spent)
             self.worker.send("note", text=f"Privacy: {spent['statement']}")
-
-
-def _reason(flag: float) -> str | None:
-    return "interrupt" if flag >= _INTERRUPT else "seconds" if flag >= _TIME else None

@@ -11,10 +11,9 @@ from verbund.comm.wire import Message
 from verbund.exchange.parameter_server.server import Server
 from verbund.job import Job
 from verbund.mesh import device
-from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.recording import journal_of
+from verbund.stage.recording import count, journal_of
 from verbund.stage.served import meeting
 
 _TURN = 0.5
@@ -62,19 +61,18 @@ def work(worker: Worker) -> dict[str, Any]:
     coordination.watch(server.see)
     coordination.seat(spec.rank, generation, listening.address, recovered)
 
-    def count() -> None:
-        journal.totals("links", links=links.sample(), wire=links.wire(), shared=0)
-        journal.totals("memory", peak=peak_bytes())
+    def totals() -> None:
+        count(journal, links)
         journal.totals("server", **server.totals())
 
-    worker.at_end.insert(0, count)
+    worker.at_end.insert(0, totals)
     serving.set()
     worker.doing("serving", int(settings["begin"]))
     while not finish.wait(_TURN) and not worker.orphaned:
         if server.failure is not None:
             raise server.failure
         if journal.due:
-            count()
+            totals()
             journal.flush()
     coordination.close()
     server.close()

@@ -27,11 +27,12 @@ from verbund.mesh import schedule
 from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
-from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
 from verbund.stage.island import Island, augmentation
 from verbund.stage.judge import Judge
 from verbund.stage.paces import Paces
+from verbund.stage.recording import count
+from verbund.stage.saving import state_of
 from verbund.stage.served.saving import Saver
 from verbund.stage.served.staleness import Staleness
 from verbund.stage.tickets import Tickets
@@ -296,14 +297,14 @@ class Training:
         self.rows.begin(rest.step, rest.step if self.divided else 0)
         self._pull(rest.step if self.divided else 0, rest.step)
         judge = Judge(self.job.train, rest.judged)
-        reason = rest.reason or self.tickets.end_reached(self.step)
+        reason = rest.reason or self.tickets.lengths.reached(self.step)
         ends = reason is not None
-        due = ends or self.tickets.due(self.job.validate_.every, self.step)
+        due = ends or self.tickets.lengths.due(self.job.validate_.every, self.step)
         if self.island.validation_set is not None and reason != "interrupt" and due:
             reason = self._validate(judge) or reason
             ends = ends or reason is not None
         state = self._state(judge, rest)
-        if ends or self.tickets.due(self.job.checkpoint.every, self.step):
+        if ends or self.tickets.lengths.due(self.job.checkpoint.every, self.step):
             start = time.monotonic_ns()
             self.worker.doing("saving", self.step)
             self.write()
@@ -332,25 +333,22 @@ class Training:
         return judge.ends(metrics, self.step)
 
     def _state(self, judge: Judge, rest: Rest) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "samples": self._samples_before(self.step),
-            "tickets": {"low_water": self.step, "outstanding": []},
-            "seed": self.job.seed,
-            "global_batch": self.job.train.global_batch,
-            "data": self.worker.settings["data"],
-            **judge.state(),
-            "seconds": time.monotonic() - self.worker.settings["begun"],
-            "exchange": None,
-            "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
-        }
+        return state_of(
+            self.job,
+            self.worker.settings["data"],
+            self.step,
+            self._samples_before(self.step),
+            time.monotonic() - self.worker.settings["begun"],
+            judge,
+            loss_scale=self.replica.loss_scale.state() if self.replica.loss_scale else None,
+        )
 
     def _samples_before(self, step: int) -> int:
         """The samples of all tickets before."""
-        whole, left = divmod(step, self.tickets.tickets_per_epoch)
+        whole, left = divmod(step, self.tickets.lengths.per_epoch)
         return sum(
             times * sum(sum(self.tickets.sizes(ticket)) for ticket in range(count))
-            for times, count in ((whole, self.tickets.tickets_per_epoch), (1, left))
+            for times, count in ((whole, self.tickets.lengths.per_epoch), (1, left))
             if times
         )
 
@@ -385,7 +383,6 @@ class Training:
     def count(self) -> None:
         """Records the running totals."""
         journal = self.journal
-        journal.totals("links", links=self.links.sample(), wire=self.links.wire(), shared=0)
-        journal.totals("memory", peak=peak_bytes())
+        count(journal, self.links)
         journal.totals("held", **self.replica.held_bytes())
         journal.totals("served", **self.staleness.totals())
