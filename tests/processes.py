@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,3 +81,26 @@ def start_command(job_folder: Path, *more: str, temporary: Path | None = None) -
 def write_job(make_job: MakeJob, folder: Path, changes: dict[str, Any], task: str = MARKED) -> None:
     job = make_job(task, changes)
     (folder / "job.toml").write_text(job.toml())
+
+
+def step_of(folder: Path) -> int:
+    """The last step that a journal of the run in this folder has told of."""
+    newest = 0
+    for path in (folder / "run" / "journal").glob("worker-*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line) if line.endswith("}") else {}
+            if record.get("t") == "steps":
+                newest = max(newest, int(record["rows"][-1][0]))
+    return newest
+
+
+def scaled(folder: Path, workers: int) -> dict[str, Any]:
+    """What `verbund scale` answers of the run in this folder, and its exit status."""
+    words = [sys.executable, "-m", "verbund", "scale", "run", str(workers), "--json"]
+    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return {"exit": ended.returncode, **json.loads(ended.stdout)}
+
+
+def exactly(folder: Path, count: int) -> list[int]:
+    """The pids of the workers, once there are so many and no more."""
+    return list(wait_for(lambda: (p := pids(folder, count, 60)) and len(p) == count and p, f"{count} workers", 60))

@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import Command, MakeJob, losses, wait_for
-from processes import MARKED, alive, gone, pids, start_command, write_job
+from conftest import Command, MakeJob, losses
+from processes import MARKED, alive, exactly, gone, pids, scaled, start_command, write_job
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -38,16 +37,6 @@ def _begin(make_job: MakeJob, folder: Path, **changes: Any) -> subprocess.Popen[
     return start_command(folder)
 
 
-def _scale(folder: Path, workers: int) -> dict[str, Any]:
-    words = [sys.executable, "-m", "verbund", "scale", "run", str(workers), "--json"]
-    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    return {"exit": ended.returncode, **json.loads(ended.stdout)}
-
-
-def _exactly(folder: Path, count: int) -> list[int]:
-    return list(wait_for(lambda: (p := pids(folder, count, 60)) and len(p) == count and p, f"{count} workers", 60))
-
-
 def _end(folder: Path, command: subprocess.Popen[str], seconds: float = 60.0) -> Run:
     """Ctrl-C, and what was trained until then against a run that nobody disturbed."""
     command.send_signal(signal.SIGINT)
@@ -67,16 +56,16 @@ def _end(folder: Path, command: subprocess.Popen[str], seconds: float = 60.0) ->
 def test_scaled_up_and_down(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
     command = _begin(make_job, tmp_path, **{"cluster.max_workers": 4, "strategy.mesh": {"data": 2}})
     before = pids(tmp_path, 2, 60)
-    grown = _scale(tmp_path, 4)
+    grown = scaled(tmp_path, 4)
     assert (grown["exit"], grown["former"], grown["workers"]) == (0, 2, 4)
-    assert set(before) < set(_exactly(tmp_path, 4))
-    refused = _scale(tmp_path, 5)
+    assert set(before) < set(exactly(tmp_path, 4))
+    refused = scaled(tmp_path, 5)
     assert (refused["exit"], refused["cause"]["where"]) == (2, "arguments")
     assert "takes 1 to 4" in refused["cause"]["what"]
-    assert _scale(tmp_path, 1)["workers"] == 1
-    last = _exactly(tmp_path, 1)
-    assert _scale(tmp_path, 3)["former"] == 1
-    assert set(last) < set(_exactly(tmp_path, 3))
+    assert scaled(tmp_path, 1)["workers"] == 1
+    last = exactly(tmp_path, 1)
+    assert scaled(tmp_path, 3)["former"] == 1
+    assert set(last) < set(exactly(tmp_path, 3))
     run = _end(tmp_path, command)
     assert run.summary["world"] == 2
 
@@ -87,10 +76,10 @@ def test_one_is_preempted(make_job: MakeJob, tmp_path: Path, shared_cluster: Any
     first = pids(tmp_path, 3, 60)
     for rank in (0, 1):
         victim = first[rank]
-        before = _exactly(tmp_path, 3)
+        before = exactly(tmp_path, 3)
         os.kill(victim, signal.SIGTERM)
         assert gone([victim], 20)
-        after = _exactly(tmp_path, 3)
+        after = exactly(tmp_path, 3)
         assert set(before) - {victim} < set(after)
     run = _end(tmp_path, command)
     assert run.summary["attempt"] == 1
@@ -127,7 +116,7 @@ def test_with_fewer_where_none_is_replaced(make_job: MakeJob, tmp_path: Path, sh
     command = _begin(make_job, tmp_path, **{"cluster.min_workers": 2})
     workers = pids(tmp_path, 3, 60)
     os.kill(workers[0], signal.SIGKILL)
-    _exactly(tmp_path, 2)
+    exactly(tmp_path, 2)
     with pytest.raises(subprocess.TimeoutExpired):
         command.communicate(timeout=1.0)
     assert all(alive(pid) for pid in workers[1:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import MakeJob, losses, wait_for
-from processes import alive, gone, pids, start_command, write_job
+from processes import alive, gone, pids, start_command, step_of, write_job
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -29,17 +28,6 @@ SETTINGS: dict[str, Any] = {
     "validate.every": 40,
     "data.validation_fraction": 0.2,
 }
-
-
-def _step(folder: Path) -> int:
-    """The last step that worker 0's journals, or anybody's, have told of."""
-    newest = 0
-    for path in (folder / "run" / "journal").glob("worker-*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line) if line.endswith("}") else {}
-            if record.get("t") == "steps":
-                newest = max(newest, int(record["rows"][-1][0]))
-    return newest
 
 
 def _check(folder: Path, command: Any, deaths: int) -> None:
@@ -63,7 +51,7 @@ def test_one_is_killed(rank: int, make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
     workers = pids(tmp_path, 3, 60)
-    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 40)
     os.kill(workers[rank], signal.SIGKILL)
     _check(tmp_path, command, 1)
 
@@ -72,7 +60,7 @@ def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Pat
     write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
     workers = pids(tmp_path, 3, 60)
-    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 40)
     for pid in workers[1:]:
         os.kill(pid, signal.SIGKILL)
     new = wait_for(lambda: [pid for pid in pids(tmp_path, 3, 60) if pid not in workers], "new workers", 40)
@@ -141,7 +129,7 @@ def test_one_is_stopped(make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, SETTINGS)
     command = start_command(tmp_path)
     stopped = pids(tmp_path, 3, 60)[1]
-    wait_for(lambda: _step(tmp_path) > 10, "some steps", 40)
+    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 40)
     os.kill(stopped, signal.SIGSTOP)
     _check(tmp_path, command, 1)
     assert gone([stopped], 1)
@@ -153,7 +141,7 @@ def test_all_are_lost(make_job: MakeJob, tmp_path: Path) -> None:
     write_job(make_job, tmp_path, {**SETTINGS, "checkpoint.every": 5})
     command = start_command(tmp_path)
     workers = pids(tmp_path, 3, 60)
-    wait_for(lambda: _step(tmp_path) > 20, "some steps", 40)
+    wait_for(lambda: step_of(tmp_path) > 20, "some steps", 40)
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     _, errors = command.communicate(timeout=100)

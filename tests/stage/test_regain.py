@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import MLP, MakeJob, losses, wait_for
-from processes import MARKED, pids, start_command, write_job
+from processes import MARKED, pids, start_command, step_of, write_job
 from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
@@ -47,17 +47,6 @@ def start(make_job: MakeJob, folder: Path, strategy: str, **more: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLOW", "0.004" if "pipeline" in strategy else "0.03")  # of a micro-batch
         return start_command(folder)
-
-
-def step_of(folder: Path) -> int:
-    """The last step that a journal has told of."""
-    newest = 0
-    for path in (folder / "run" / "journal").glob("worker-*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line) if line.endswith("}") else {}
-            if record.get("t") == "steps":
-                newest = max(newest, int(record["rows"][-1][0]))
-    return newest
 
 
 def by_rank(folder: Path, world: int) -> list[int]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import Command, MakeJob, wait_for
-from processes import alive, gone, pids, start_command, write_job
+from processes import alive, exactly, gone, pids, scaled, start_command, write_job
 from verbund.errors import InputError
 from verbund.run import Run
 from verbund.stage.scale import scale
@@ -40,16 +38,6 @@ def _begin(make_job: MakeJob, folder: Path, count: int, *more: str, **changes: A
     return command
 
 
-def _scale(folder: Path, workers: int) -> dict[str, Any]:
-    words = [sys.executable, "-m", "verbund", "scale", "run", str(workers), "--json"]
-    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    return {"exit": ended.returncode, **json.loads(ended.stdout)}
-
-
-def _exactly(folder: Path, count: int) -> list[int]:
-    return list(wait_for(lambda: (p := pids(folder, count, 60)) and len(p) == count and p, f"{count} workers", 60))
-
-
 def _end(folder: Path, command: subprocess.Popen[str]) -> Run:
     """Ctrl-C, and whether every ticket was done just once."""
     command.send_signal(signal.SIGINT)
@@ -65,19 +53,19 @@ def _end(folder: Path, command: subprocess.Popen[str]) -> Run:
 
 def test_islands_come_and_go(make_job: MakeJob, tmp_path: Path) -> None:
     command = _begin(make_job, tmp_path, 2)
-    first = _exactly(tmp_path, 2)
-    assert _scale(tmp_path, 4)["workers"] == 4
-    four = _exactly(tmp_path, 4)
+    first = exactly(tmp_path, 2)
+    assert scaled(tmp_path, 4)["workers"] == 4
+    four = exactly(tmp_path, 4)
     assert set(first) < set(four)
     os.kill(next(pid for pid in four if pid not in first), signal.SIGKILL)
-    assert set(_exactly(tmp_path, 4)) > set(first)  # who came later is replaced like any other
-    answer = _scale(tmp_path, 1)
+    assert set(exactly(tmp_path, 4)) > set(first)  # who came later is replaced like any other
+    answer = scaled(tmp_path, 1)
     assert (answer["exit"], answer["former"], answer["workers"]) == (0, 4, 1)
-    (left,) = _exactly(tmp_path, 1)
+    (left,) = exactly(tmp_path, 1)
     assert left in first
     assert gone([pid for pid in four if pid != left], 10)
-    assert _scale(tmp_path, 2)["workers"] == 2
-    _exactly(tmp_path, 2)
+    assert scaled(tmp_path, 2)["workers"] == 2
+    exactly(tmp_path, 2)
     run = _end(tmp_path, command)
     assert [workers for _, workers in run.summary["membership"]["over_time"]] == [2, 4, 1, 2]
     assert len(run.summary["membership"]["replacements"]) == 1
@@ -93,12 +81,12 @@ def test_who_comes_after_the_first_checkpoint_was_removed(make_job: MakeJob, tmp
     assert command.returncode == 130
     (source,) = (tmp_path / "run/checkpoints").glob("step-*")
     command = start_command(tmp_path, "resume", "run")
-    two = _exactly(tmp_path, 2)
+    two = exactly(tmp_path, 2)
     wait_for(lambda: not source.exists(), "a newer checkpoint", 60)
     os.kill(two[0], signal.SIGKILL)
-    assert _scale(tmp_path, 3)["workers"] == 3
+    assert scaled(tmp_path, 3)["workers"] == 3
     wait_for(lambda: not alive(two[0]), "its end", 10)
-    assert len(_exactly(tmp_path, 3)) == 3
+    assert len(exactly(tmp_path, 3)) == 3
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 130, errors
