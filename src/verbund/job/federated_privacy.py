@@ -17,14 +17,13 @@ class Privacy(Section):
     kind: Literal["none", "central", "local", "distributed", "examples"] = "none"
     """`central`: updates are clipped and the server adds noise to their sum; it protects clients, and the server is
     trusted. `local`: each client adds all the noise to its own update and trusts nobody. `distributed`: each client
-    adds a share of the noise, and secure aggregation shows the sum alone. `examples`: DP-SGD, which protects each
-    client's single samples by noise in every local step."""
+    adds a share of the noise, and secure aggregation shows the sum alone. `examples` (DP-SGD, for a client's single
+    samples) is not available in jobs in this version."""
     noise: Annotated[float, Field(gt=0.0)] = 1.0
     """Standard deviation of the noise, as a multiple of `clip`; under `distributed` that of the sum of the fewest
     clients with which a round succeeds."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Updates (`examples`: the gradients of single samples) of a larger L2 norm are shortened to this one; with
-    `adaptive` the norm of the first round."""
+    """Updates of a larger L2 norm are shortened to this one; with `adaptive` the norm of the first round."""
     adaptive: bool = False
     """central: the clipping norm follows a quantile of the updates' norms, estimated with noise of its own (Andrew et
     al., 2021), which costs nothing beyond `noise`."""

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbund.errors import InputError
+from verbund.exchange.federated.cohort import sampled
 from verbund.exchange.federated.partition import Parts, alike, divide
-from verbund.exchange.federated.sampling import sampled
 from verbund.job import Partition
 
 

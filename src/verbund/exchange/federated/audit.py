@@ -126,15 +126,6 @@ def verify(path: Path, heads: Iterable[Head] = ()) -> Head:
     return head
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """All lines of a log whose chain is sound; one that is being written is left out.
-
-    Raises:
-        InputError: if it cannot be read, or its chain is broken.
-    """
-    return [line for line, _, _ in _checked(path, torn=True)]
-
-
 def heads_told(path: Path, log: str) -> list[Head]:
     """The heads of a server's log that a client has noted in its own.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.data.hashing import key
+from verbund.exchange.federated.cohort import drawn
 from verbund.exchange.federated.fedbuff import FedBuff
-from verbund.exchange.federated.sampling import drawn
 from verbund.exchange.federated.update import Update
 from verbund.stage.federated.clients import Trained
 from verbund.stage.federated.local import Assignment

@@ -12,9 +12,9 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.comm.collectives import Group
 from verbund.errors import RunFailed
+from verbund.exchange.federated.cohort import joined, sampled
 from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.rule import SumRule, Sums
-from verbund.exchange.federated.sampling import joined, sampled
 from verbund.exchange.federated.screening import Refused, norm
 from verbund.exchange.federated.update import Update
 from verbund.job import Job
