@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 
+from quotas import GROUPS, check
 from verbund.observe.events import SPANS
 from verbund.observe.journal import read
 
-GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD = 20_000
 BATCH = 256
 STOPPED_SECONDS = 30.0
@@ -83,8 +83,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1, help="of a core, for each worker")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    if not os.access(GROUPS / "cgroup.procs", os.W_OK):
-        raise SystemExit(f"{GROUPS} cannot be written: this needs root, and control groups of version 1")
+    check()
     prefix = GROUPS / f"verbund-goodput-{os.getpid()}"
     try:
         with tempfile.TemporaryDirectory(prefix="verbund-bench-") as folder:

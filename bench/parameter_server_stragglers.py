@@ -23,13 +23,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
+from quotas import ENTER, check, limits
 from verbund.observe.events import SPANS
 from verbund.observe.journal import ProcessJournal, read
 from verbund.run import Run
@@ -37,7 +36,6 @@ from verbund.run import Run
 WORKERS, BATCH = 4, 32
 ROWS, HELD = 248 * BATCH, 2_000
 SLOWER, PERIOD, WARM_UP = 4, 20_000, 5
-GROUPS = Path("/sys/fs/cgroup/cpu")
 SERVED = f"islands={WORKERS},exchange=parameter_server,exchange.log=false"
 BULK = "exchange.consistency=bulk_synchronous"
 ASYNCHRONOUS = "exchange.consistency=asynchronous"
@@ -51,8 +49,6 @@ STRATEGIES = {
 }
 """Settings of the exchange, and how many workers share a global batch."""
 TASK = """
-import functools, json, os
-from pathlib import Path
 from torch import nn
 
 def model():
@@ -60,22 +56,8 @@ def model():
         nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
     )
 
-@functools.cache
-def limited(pid):
-    # A worker's journal bears its process; others, which only try the model, have none.
-    for path in Path("{run}").glob("journal/worker-*.jsonl"):
-        with open(path) as lines:
-            head = json.loads(next(lines))
-        if head["pid"] == pid:
-            Path(f"{group}-{{head['rank']}}/cgroup.procs").write_text(str(pid))
-
-calls = 0
-
 def inputs(batch):
-    global calls
-    calls += 1
-    if calls >= 3:  # what happens once happens without a limit
-        limited(os.getpid())
+    limit()
     return batch["image"].float() / 255
 """
 JOB = """
@@ -102,24 +84,6 @@ threads = 1
 """
 
 
-@contextmanager
-def limits(share: float, slow: bool) -> Iterator[Path]:
-    """Groups of processes, a worker each, with a share of a core; gives what their paths begin with."""
-    prefix = GROUPS / f"verbund-{os.getpid()}"
-    folders = [Path(f"{prefix}-{rank}") for rank in range(WORKERS)]
-    try:
-        for rank, folder in enumerate(folders):
-            folder.mkdir()
-            quota = int(PERIOD * share / (SLOWER if slow and rank == WORKERS - 1 else 1))
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota))
-        yield prefix
-    finally:
-        for folder in folders:
-            if folder.exists():
-                folder.rmdir()
-
-
 def tickets(journal: ProcessJournal) -> list[int]:
     """When a worker's tickets ended: with their push."""
     kinds, steps, begun, length = journal.spans.T
@@ -137,8 +101,9 @@ def trained(folder: Path, row: str, slow: bool, rate: float, given: argparse.Nam
     run = folder / "run"
     job = JOB.format(seed=given.seed, batch=BATCH * sharing, epochs=given.epochs, rate=rate)
     (folder / "job.toml").write_text(job)
-    with limits(given.share, slow) as group:
-        (folder / "task.py").write_text(TASK.format(run=run, group=group))
+    shares = [given.share] * (WORKERS - 1) + [given.share / (SLOWER if slow else 1)]
+    with limits(shares, PERIOD) as group:
+        (folder / "task.py").write_text((ENTER + TASK).format(run=run, group=group))
         command = [sys.executable, "-m", "verbund", "train", "job.toml", "--run", str(run), "--quiet"]
         done = subprocess.run(
             [*command, "--strategy", f"{SERVED},{strategy}"], cwd=folder, capture_output=True, text=True
@@ -183,8 +148,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.2, help="of a core, for each worker")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    if not os.access(GROUPS / "cgroup.procs", os.W_OK):
-        raise SystemExit(f"{GROUPS} cannot be written: this needs root, and control groups of version 1")
+    check()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         table = pq.read_table(given.data)

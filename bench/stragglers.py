@@ -21,21 +21,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from quotas import ENTER, check, limits
 from verbund.observe.events import SPANS
 from verbund.observe.journal import read
 from verbund.run import Run
 
 WORKERS, BATCH, ROWS = 4, 256, 8_000
 SLOWER, PERIOD, WARM_UP = 4, 50_000, 5
-GROUPS = Path("/sys/fs/cgroup/cpu")
 ROWS_OF = {
     "all alike": ("none", False),
     "even": ("none", True),
@@ -43,8 +41,6 @@ ROWS_OF = {
 }
 """The setting `stragglers`, and whether a worker is slow."""
 TASK = """
-import functools, json, os
-from pathlib import Path
 from torch import nn
 
 def model():
@@ -54,22 +50,8 @@ def model():
         nn.Flatten(), nn.Linear(32 * 49, 10),
     )
 
-@functools.cache
-def limited(pid):
-    # A worker's journal bears its process; others, which only try the model, have none.
-    for path in Path("{run}").glob("journal/worker-*.jsonl"):
-        with open(path) as lines:
-            head = json.loads(next(lines))
-        if head["pid"] == pid:
-            Path(f"{group}-{{head['rank']}}/cgroup.procs").write_text(str(pid))
-
-calls = 0
-
 def inputs(batch):
-    global calls
-    calls += 1
-    if calls >= 3:  # what happens once happens without a limit
-        limited(os.getpid())
+    limit()
     return batch["image"].float().view(-1, 1, 28, 28) / 255
 """
 JOB = """
@@ -96,24 +78,6 @@ threads = 1
 """
 
 
-@contextmanager
-def limits(share: float, slow: bool) -> Iterator[Path]:
-    """Groups of processes, a worker each, with a share of a core; gives what their paths begin with."""
-    prefix = GROUPS / f"verbund-{os.getpid()}"
-    folders = [Path(f"{prefix}-{rank}") for rank in range(WORKERS)]
-    try:
-        for rank, folder in enumerate(folders):
-            folder.mkdir()
-            quota = int(PERIOD * share / (SLOWER if slow and rank == WORKERS - 1 else 1))
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota))
-        yield prefix
-    finally:
-        for folder in folders:
-            if folder.exists():
-                folder.rmdir()
-
-
 def speed(run: Run, first: int) -> float:
     """Samples per second from the end of the step `first` to that of the last one."""
     ends: dict[int, int] = {}
@@ -134,8 +98,9 @@ def trained(folder: Path, row: str, given: argparse.Namespace) -> dict[str, Any]
     run = folder / "run"
     job = JOB.format(batch=BATCH, steps=given.steps, workers=WORKERS, stragglers=stragglers)
     (folder / "job.toml").write_text(job)
-    with limits(given.share, slow) as group:
-        (folder / "task.py").write_text(TASK.format(run=run, group=group))
+    shares = [given.share] * (WORKERS - 1) + [given.share / (SLOWER if slow else 1)]
+    with limits(shares, PERIOD) as group:
+        (folder / "task.py").write_text((ENTER + TASK).format(run=run, group=group))
         command = [sys.executable, "-m", "verbund", "train", "job.toml", "--run", str(run), "--quiet"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
@@ -163,8 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
-    if not os.access(GROUPS / "cgroup.procs", os.W_OK):
-        raise SystemExit(f"{GROUPS} cannot be written: this needs root, and control groups of version 1")
+    check()
     rounds: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

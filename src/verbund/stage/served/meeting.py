@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -22,11 +22,11 @@ def credentials(worker: Worker) -> Credentials:
 
 
 def listener(worker: Worker) -> Listener:
-    """Where this process listens: a name of its own in the private folder of the command, which may make several runs,
-    or a port of its host."""
+    """Where this process listens: a name of its own in the private folder of the command, which may make so many runs
+    that process numbers come again, or a port of its host."""
     spec, folder = worker.spec, worker.meeting.folder
     if folder is not None:
-        return listen(f"unix:{folder / f'{spec.role}-{spec.rank}-{os.getpid()}'}")
+        return listen(f"unix:{folder / f'{spec.role}-{spec.rank}-{secrets.token_hex(4)}'}")
     return listen(str(Tcp(worker.address, 0)), credentials(worker))
 
 
