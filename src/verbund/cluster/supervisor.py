@@ -10,8 +10,9 @@ from typing import Any
 
 from verbund.cluster.islands import Islands
 from verbund.cluster.keys import Keys
-from verbund.cluster.membership import Membership
+from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
+from verbund.cluster.quorum import Asked, Quorum
 from verbund.cluster.replacements import Replacements
 from verbund.cluster.requests import Requests
 from verbund.cluster.watched import Failed, Failure, Watched, patience, standing_still
@@ -51,6 +52,7 @@ class Supervisor:
             do not.
         requests: of other commands, about the members or islands.
         islands: those of a training with servers that come and go; None: they do not.
+        quorum: the islands that train alone, of which those that are lost or late are left out; None: they are not.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Supervisor:
         membership: Membership | None = None,
         requests: Requests | None = None,
         islands: Islands | None = None,
+        quorum: Quorum | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
@@ -75,6 +78,9 @@ class Supervisor:
         self._lost = False
         self._replacements = replacements
         self._membership, self._requests, self._islands = membership, requests, islands
+        self._quorum = quorum
+        if quorum is not None:
+            quorum.announce = self._announce_era(quorum.announce)
         self._starting: list[list[ProcessSpec]] = []
         """Processes to start as soon as those that they replace have ended."""
         self._finishing = False
@@ -145,6 +151,7 @@ class Supervisor:
             self._start_replacements(selector)
             self._change_members(selector)
             self._change_islands(selector)
+            self._decide_borders()
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -185,7 +192,7 @@ class Supervisor:
                 watched.replaced = True
             elif watched.leaves:
                 watched.replaced = True
-            elif self._joint is None and self._membership is not None and not watched.replaced:
+            elif self._joint is None and not watched.replaced and self._all_come_to_the_same(watched):
                 self._joint = (watched.heard, watched.result)
         elif message.kind == "failed":
             watched.failed = True
@@ -205,6 +212,8 @@ class Supervisor:
                     self._keys.answer(watched.process.connection, message)
                 elif message.kind in ("ready", "met") and self._membership is not None:
                     self._hear_member(watched, message)
+                elif message.kind in ("border", "waits", "met") and self._quorum is not None:
+                    self._hear_island(self._quorum, watched, message)
                 else:
                     self._handle(watched.process, message)
             except Exception as error:
@@ -242,9 +251,14 @@ class Supervisor:
         if self._membership is not None:
             self._lose_member(watched, error)
             return
+        if self._quorum is not None and not self._quorum.lost(watched.process.spec.rank):
+            self._fail(watched, error, secondary=False)
+            return
         fresh = self._replacement(watched.process.spec, watched, error, charged)
         if fresh is None:
             return
+        if self._quorum is not None:  # the others have begun without it
+            fresh = [replace(spec, settings={**spec.settings, "joins": True}) for spec in fresh]
         names = {(spec.role, spec.rank) for spec in fresh}
         for other in self._watched.values():
             if other.name in names:
@@ -312,8 +326,8 @@ class Supervisor:
 
     def _only_joins(self, watched: Watched) -> bool:
         """Whether it is started and has no place yet."""
-        membership, rank = self._membership, watched.process.spec.rank
-        return membership is not None and not watched.replaced and not membership.is_member(rank)
+        members, rank = self._membership or self._quorum, watched.process.spec.rank
+        return members is not None and not watched.replaced and not members.is_member(rank)
 
     def _lose_member(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         membership = self._membership
@@ -401,6 +415,60 @@ class Supervisor:
                 self._replacements.add(fresh)
             self._starting.append(fresh)
 
+    # -- islands that train alone ------------------------------------------------------------------------------------
+
+    def _hear_island(self, quorum: Quorum, watched: Watched, message: Message) -> None:
+        rank, fields = watched.process.spec.rank, message.fields
+        if message.kind == "met":
+            quorum.met(rank)
+        elif message.kind == "waits":
+            quorum.waits(rank)
+        else:
+            number = int(fields["number"])
+
+            def reply(answer: str, era: Era, holders: list[int]) -> None:
+                said = {"answer": answer, "era": era.number, "members": list(era.members), "holders": holders}
+                self._tell(watched, "answer", number=number, **said)
+
+            flags = {key: bool(fields[key]) for key in ("ok", "holds", "joins", "combines")}
+            quorum.ask(rank, Asked(str(fields["what"]), int(fields["step"]), reply, **flags))
+
+    def _announce_era(self, besides: Callable[[Era, bool], None]) -> Callable[[Era, bool], None]:
+        """All workers are told of an era of the islands before any of them is answered in it."""
+
+        def announce(era: Era, broken: bool) -> None:
+            assert self._quorum is not None
+            self.tell_all("regroup", era=era.number, members=self._quorum.ranks(), cut=broken)
+            self._keys.forget_eras("islands", era.number - 2)
+            besides(era, broken)
+
+        return announce
+
+    def _decide_borders(self) -> None:
+        """Answers islands that are at a border, and leaves out those that do not come."""
+        quorum = self._quorum
+        if quorum is None or self._failures or self._joint is not None:
+            return
+        quorum.closing |= self._stop_sent
+        try:
+            quorum.turn(time.monotonic(), self._stalled)
+        except ClusterLost as error:
+            self._fail(None, error, secondary=False)
+
+    def _stalled(self, rank: int) -> bool:
+        """Whether a worker gives no signs of life, or is known to be stopped."""
+        for watched in self._watched.values():
+            if watched.process.spec.rank == rank and not watched.replaced and watched.exit is None:
+                silent = time.monotonic() - watched.heard
+                return silent > 2 * self._limits.heartbeat or self._cluster.suspended(watched.process)
+        return False
+
+    def _all_come_to_the_same(self, watched: Watched) -> bool:
+        """Whether what this worker has come to in the end is what all have."""
+        if self._quorum is not None:
+            return self._quorum.is_member(watched.process.spec.rank)
+        return self._membership is not None
+
     def _any_done(self) -> bool:
         """Whether a worker has come to the end of the training."""
         done = [w for w in self._watched.values() if w.result is not None and not w.replaced]
@@ -422,6 +490,8 @@ class Supervisor:
             meets = watched.doing == MEETING and passed > 2 * self._limits.heartbeat
             if self._membership is not None and not watched.leaves:
                 meets |= not self._membership.holds(watched.process.spec.rank)
+            if self._quorum is not None:
+                meets |= not self._quorum.is_member(watched.process.spec.rank)
             if watched.result is None and not watched.replaced and (meets or passed > self._limits.stop_grace):
                 watched.result = result
                 self._kill(watched)
@@ -508,9 +578,11 @@ class Supervisor:
                 watched.silence = error, last
                 self._lose(watched, error)
                 return
+        if self._quorum is not None:  # who wants to come back waits for the others' next exchange
+            living = [w for w in living if not self._quorum.wants_back(w.process.spec.rank)]
         if (late := standing_still(living, self._limits.step_deadline)) is not None:
             culprit, error = late
-            if self._membership is not None and self._only_joins(culprit):
+            if self._only_joins(culprit):
                 self._lose(culprit, error)  # nobody waits for it
             else:
                 self._fail(culprit, error, secondary=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -42,6 +43,12 @@ class Exchange(Section):
     `delay`, else 0."""
     compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
     """local_sgd, diloco: what the differences of parameters are sent as."""
+    quorum: Positive | Share = 0.5
+    """local_sgd, diloco: islands that an exchange needs, or their share of all, rounded up. One that is lost or late is
+    left out as long as so many are there; with fewer the others wait for those that are to come."""
+    grace: Annotated[float, Field(ge=0.0)] = 30.0
+    """local_sgd, diloco: seconds that islands wait for a late one before they go on without it; for one that has ended
+    they do not wait."""
 
     servers: Positive = 1
     """parameter_server: processes that hold the parameters, each a part of them."""
@@ -128,6 +135,10 @@ class Exchange(Section):
         """Whether islands train alone between two exchanges."""
         return self.name in ("local_sgd", "diloco")
 
+    def least(self, islands: int) -> int:
+        """local_sgd, diloco: how many of so many islands an exchange needs."""
+        return self.quorum if isinstance(self.quorum, int) else max(math.ceil(self.quorum * islands - 1e-9), 1)
+
     @property
     def served(self) -> bool:
         """Whether servers hold the parameters."""
@@ -184,7 +195,7 @@ class Exchange(Section):
 _LOCAL = ("local_sgd", "diloco")
 _SERVED = ("parameter_server",)
 _KEYS = {
-    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
+    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression", "quorum", "grace"), _LOCAL),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
     **dict.fromkeys(
         ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),

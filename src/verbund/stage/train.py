@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from verbund.cluster.supervisor import MEETING
 from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.peer_lost import PeerLost
 from verbund.data.loader import Batch, Item, Loader
+from verbund.data.samples import Samples
 from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
+from verbund.job import AXES
 from verbund.mesh import probe
 from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
@@ -26,7 +29,9 @@ from verbund.observe.events import Journal
 from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage import flags
-from verbund.stage.elastic import goes_on
+from verbund.stage.borders import Borders, Gathered, LeftOut
+from verbund.stage.elastic import goes_on, leaves_out
+from verbund.stage.handing_over import hand_over
 from verbund.stage.island import Island, augmentation, example_of
 from verbund.stage.judge import Judge
 from verbund.stage.mirrors import Mirrors
@@ -65,9 +70,12 @@ def work(worker: Worker) -> dict[str, Any]:
         replica, state = _begun(worker, island)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = _tickets(island, replica)
-    exchange = None
+    borders = exchange = None
+    if leaves_out(job):
+        waits = job.cluster.step_deadline + job.cluster.lost_after
+        borders = Borders(worker, waits, lambda gathered: training.meet_islands(gathered))
     if job.strategy.exchange.local:
-        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
+        exchange = LocalSteps(job.strategy.exchange, replica, journal, job.seed, borders)
     dropped = restore_exchange(Path(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
@@ -75,7 +83,9 @@ def work(worker: Worker) -> dict[str, Any]:
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
-    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled)
+    training = _Training(
+        worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled, borders
+    )
     worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
     worker.at_end.insert(0, lambda: _count_combined(journal, training.replica, exchange))
     if worker.joins:
@@ -132,6 +142,7 @@ class _Training:
         state: dict[str, Any],
         mirrors: Mirrors | None,
         refilled: bool,
+        borders: Borders | None = None,
     ) -> None:
         job = island.job
         self.worker, self.island, self.replica, self.journal, self.links = (
@@ -142,7 +153,11 @@ class _Training:
             links,
         )
         self.job = job
-        self.tickets, self.exchange = tickets, exchange
+        self.tickets, self.exchange, self.borders = tickets, exchange, borders
+        self._islands: tuple[int, ...] = tuple(range(job.strategy.islands))
+        """Those that train with this worker's, by number."""
+        self.samples_lost = int(state.get("samples_lost", 0))
+        """Of the samples those that nothing was learnt from, as their island was left out."""
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
         self.total_steps: int | None = worker.settings["total_steps"]
@@ -184,12 +199,14 @@ class _Training:
         while True:
             try:
                 again = enter(lost)
-                enter, lost = self._regroup, False
-                if self._goes_on:
+                enter, lost = self._regroup if self.borders is None else self._same, False
+                if self._goes_on or (self.borders is not None and not self.worker.joins):
                     self.worker.send("met", era=self.island.era)
                 reason = self._train(again)
                 if reason != "change":
                     break
+            except LeftOut:
+                enter = self._come_back
             except PeerLost:
                 if not self._goes_on or self.worker.orphaned:
                     raise
@@ -198,6 +215,7 @@ class _Training:
             "stopped_by": reason,
             "steps": self.step,
             "samples": self.samples,
+            "samples_lost": self.samples_lost,
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
@@ -208,7 +226,7 @@ class _Training:
             self._record_again(self._state)
             again = True
         elif self._new:
-            again = self._regroup(lost)
+            again = self._regroup(lost) if self.borders is None else self._come_back(lost)
         elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
@@ -253,11 +271,71 @@ class _Training:
         self.tickets = _tickets(self.island, self.replica)
         return self._catch_up(lost)
 
+    # -- islands that train alone, and come and go -----------------------------------------------------------------
+
+    def _same(self, lost: bool) -> bool:
+        """Others share the samples now; all else is as it was."""
+        return lost
+
+    def _come_back(self, lost: bool) -> bool:
+        """Waits until the others take this island in, and does the rest of the step that they are in; see
+        `_regroup`."""
+        assert self.borders is not None
+        assert self.exchange is not None
+        self.saver.wait()
+        if not self._new:
+            self._write()
+        self.borders.join()
+        self.exchange.come_in(self.step)
+        if (ends := self.tickets.lengths.reached(self.step)) is not None:
+            self._conclude(self.exchange, ends)
+        return True
+
+    def meet_islands(self, gathered: Gathered) -> None:
+        """Goes on with the islands of an era, where each has a share of every ticket from now on; who comes back gets
+        from another what all have in common.
+
+        Raises:
+            PeerLost: if an island is lost before all have met.
+        """
+        assert self.exchange is not None
+        members, holders = gathered.members, gathered.holders
+        self.island.meet_islands(self.worker, gathered.era, members)
+        self.replica.regroup(self.island.mesh, self.island.groups)
+        self.tickets = _tickets(self.island, self.replica)
+        own = self.worker.spec.rank * self.job.strategy.islands // self.worker.spec.world
+        stays = [island for island in members if island in holders and island in self._islands]
+        former = [self._islands.index(island) if island in stays else None for island in members]
+        lost, out = self.exchange.regroup(former), [island for island in self._islands if island not in stays]
+        self._islands = members
+        self.samples_lost += lost
+        places = [place for place, island in enumerate(members) if island in holders]
+        group = self.island.groups.islands
+        state = hand_over(group, places, self.replica, self.exchange, self._known())
+        if state is not None:
+            self._take_up(state)
+        else:
+            self._tell_regrouped(bool(out))
+        if state is None and own == holders[0] and self.island.mesh.leads:
+            back = [island for island in members if island not in holders]
+            self.journal.event("islands", era=gathered.era, step=self.step, out=out, back=back, samples_lost=lost)
+        self.exchange.begin_again()
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        """Goes on where another one is."""
+        self.step, self.samples = int(state["step"]), int(state["samples"])
+        self._first_step, self.samples_lost = int(state["first_step"]), int(state["samples_lost"])
+        self.judge = Judge(self.job.train, state)
+        self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+        self._validated = self._saved = -1
+        self._new = False
+
     def _known(self) -> dict[str, Any]:
         """What another worker needs to go on from here besides the replica's tensors, JSON values."""
         return {
             "step": self.step,
             "samples": self.samples,
+            "samples_lost": self.samples_lost,
             "first_step": self._first_step,
             "seconds": self._elapsed(),
             "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
@@ -372,11 +450,14 @@ class _Training:
                     self._mirror()
                 # Who is done anyway is not interrupted.
                 reason = self.tickets.lengths.reached(self.step) or self._stopped(sums.flags)
+                islands = self.island.era
                 if self.exchange is not None:
-                    self._combine(self.exchange, sums, reason)
+                    self._combine(self.exchange, sizes, sums, reason)
                 reason = self._after_step(reason)
-                if reason is None and flags.changes(sums.flags):
+                if reason is None and (flags.changes(sums.flags) or self.island.era != islands):
                     return "change"
+                if self.borders is not None and self.borders.left_out and self.island.mesh.size(*AXES) == 1:
+                    raise LeftOut
         finally:
             loader.close()
         self._finish(reason)
@@ -440,9 +521,12 @@ class _Training:
             self._agreement.wish("seconds")
         return self._agreement.ends(self.step)
 
-    def _combine(self, exchange: LocalSteps, sums: StepSums, ends: str | None) -> None:
+    def _combine(self, exchange: LocalSteps, sizes: Sequence[int], sums: StepSums, ends: str | None) -> None:
         """What is due between the islands after a step; where training ends here, all that is left."""
-        exchange.after(self.step, sums.loss, sums.weight)
+        exchange.after(self.step, sizes, sums.loss, sums.weight)
+        self._conclude(exchange, ends)
+
+    def _conclude(self, exchange: LocalSteps, ends: str | None) -> None:
         if ends is not None and ends != "interrupt":
             exchange.finish(self.step)
 
@@ -472,6 +556,9 @@ class _Training:
 
     def _members(self) -> Sequence[int]:
         """The numbers of the workers, by their place in the mesh."""
+        if self.borders is not None:
+            size = self.island.mesh.size(*AXES)
+            return [island * size + place for island in self._islands for place in range(size)]
         return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
 
     def _write(self) -> None:
@@ -493,14 +580,43 @@ class _Training:
         self._validated = self.step
         start = time.monotonic_ns()
         self.worker.doing("validating", self.step)
-        metrics = evaluate(
-            self.replica, self.island.validation_set, self.island, lambda *at: self._collective(_GATHERING, *at)
-        )
+        metrics = self._evaluated(self.island.validation_set)
         self.journal.add("validate", self.step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=self.step, metrics=metrics)
             self.worker.send("validation", step=self.step, metrics=metrics)
         return self.judge.ends(metrics, self.step)
+
+    def _evaluated(self, samples: Samples) -> dict[str, Any]:
+        def gathered(start: int, end: int) -> None:
+            self._collective(_GATHERING, start, end)
+
+        if self.borders is None:
+            return evaluate(self.replica, samples, self.island, gathered)
+        while True:  # if an island is lost the others share the evaluation anew
+            self.borders.together("validation", self.step)
+            self.worker.doing("validating", self.step)
+            with suppress(_BrokenOff):
+                return evaluate(self.replica, samples, self.island, gathered, self._across)
+
+    def _across(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
+        """The arrays of this worker's peers in the other islands, if all have got them."""
+        assert self.borders is not None
+        found: list[dict[str, Any]] = []
+        with suppress(PeerLost):
+            found = self.island.groups.islands.all_gather_arrays(arrays, "the gathering of metrics")
+        if not self.borders.agree("metrics", self.step, bool(found)):
+            raise _BrokenOff
+        return found
+
+    def _drained(self) -> bool:
+        """Waits for what is under way between islands; whether it is there."""
+        assert self.exchange is not None
+        try:
+            self.exchange.drain()
+        except PeerLost:
+            return False
+        return True
 
     def _collective(self, index: int, start: int, end: int) -> None:
         """Records a collective that is none of a step's gradients."""
@@ -510,6 +626,8 @@ class _Training:
     def _save(self) -> None:
         self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
         start = time.monotonic_ns()
+        if self.borders is not None:
+            self.borders.together("save", self.step, self._drained)
         self.worker.doing("saving", self.step)
         self._saved = self.step
         self.saver.save(
@@ -522,6 +640,7 @@ class _Training:
                 self._elapsed(),
                 self.judge,
                 exchange=self.exchange.state.record() if self.exchange is not None else None,
+                samples_lost=self.samples_lost,
                 loss_scale=self.replica.loss_scale.state() if self.replica.loss_scale else None,
             ),
             self.island.era,
@@ -535,11 +654,22 @@ class _Training:
         if self._saved != self.step:
             self._save()
         self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
-        start = time.monotonic_ns()
-        self.worker.doing("saving", self.step)
-        self.saver.wait()
-        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+        self._wait_for_save()
+        while self.borders is not None and not self.borders.agree("end", self.step):
+            self.borders.gather(self.step, joins=False, combines=False)
+            self._save()  # a part of it may be missing
+            self._wait_for_save()
         if self._goes_on:  # whoever leaves has seen that nobody needs it any more
             self.island.groups.island.all_reduce(torch.zeros(1), "the end")
         if self.rank == 0 and self.step > self._first_step:
             self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
+
+    def _wait_for_save(self) -> None:
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.step)
+        self.saver.wait()
+        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
+
+
+class _BrokenOff(Exception):
+    """An evaluation that was not done by all."""
