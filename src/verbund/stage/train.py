@@ -93,7 +93,7 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), island.job.train.precision)
-    replica.atomic = refills(island.job)
+    replica.optimizer_step.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
     return replica, restore(Path(source), replica) if source else {}
 
@@ -269,7 +269,7 @@ class _Training:
     def _held(self, lost: bool) -> Held:
         """What this worker has trained, for when all meet anew."""
         if self._kept is None:
-            self.replica.undo()
+            self.replica.optimizer_step.undo()
             if self._mirrors is not None and not lost:  # who is asked to end leaves it to the others
                 self._mirrors.take(self.step, self._known(), self.replica.state.tensors())
                 self._mirrors.finish()
