@@ -86,7 +86,7 @@ class LocalSteps:
         """Exchanges that were broken off, and begin again when all have met: fragments, and when they are due."""
         self._exchanges = 0
         self._plain = Totals(self._group.world)
-        replica.common = self
+        replica.evaluation.common = self
 
     def begin(self, step: int) -> None:
         """Training begins after `step` steps with what the replica has now, which is the same in all islands."""

@@ -49,11 +49,12 @@ class Borders:
     Args:
         worker: the line to the supervisor.
         deadline: seconds that an answer may take.
-        regroup: see there.
     """
 
-    def __init__(self, worker: Worker, deadline: float, regroup: Regroup) -> None:
-        self._worker, self._deadline, self._regroup = worker, deadline, regroup
+    def __init__(self, worker: Worker, deadline: float) -> None:
+        self._worker, self._deadline = worker, deadline
+        self.regroup: Regroup = lambda _: None
+        """See there."""
         self._era = 0
         """Of this worker's groups."""
         self._holds = not worker.joins
@@ -127,7 +128,7 @@ class Borders:
         """Goes on among the members; False if one of them was lost before all had met."""
         self._worker.joins, self._met = False, False
         try:
-            self._regroup(gathered)
+            self.regroup(gathered)
         except PeerLost:
             if self._worker.orphaned:
                 raise

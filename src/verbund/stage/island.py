@@ -70,6 +70,8 @@ class Island:
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
     era: int = 0
     """The number of the groups'; -1 of who joins: it is alone until it has a place."""
+    present: tuple[int, ...] = ()
+    """The numbers of the islands that train together, this one among them."""
     shared_before: int = 0
     """Bytes that went through shared memory in groups that were left."""
 
@@ -97,6 +99,12 @@ class Island:
     def shared_bytes(self) -> int:
         """Bytes that this process has handed over through shared memory, in all."""
         return self.shared_before + self.groups.shared_bytes
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers of all islands that train together, by their place in the mesh."""
+        size = self.mesh.size(*AXES)
+        return [number * size + place for number in self.present for place in range(size)]
 
     def meet_islands(self, worker: Worker, era: int, members: Sequence[int]) -> None:
         """Leaves this worker's peers in the other islands, and meets those of an era; its own island stays as it is.
@@ -175,7 +183,8 @@ class Island:
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        present = tuple(range(job.strategy.islands))
+        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era, present)
         apart = trains and leaves_out(job)
         worker.cut = lambda: island.groups.islands.cut() if apart else island.groups.cut()
         worker.at_end.append(island.leave_islands)

@@ -1,56 +1,38 @@
-"""Training: the loop that every worker runs."""
+"""Training: what every worker runs, from its fork to its last checkpoint, whoever comes and goes meanwhile."""
 
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from verbund.cluster.supervisor import MEETING
 from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.peer_lost import PeerLost
-from verbund.data.loader import Batch, Item, Loader
-from verbund.data.samples import Samples
 from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
-from verbund.job import AXES
 from verbund.mesh import probe
-from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage import flags
-from verbund.stage.borders import Borders, Gathered, LeftOut
+from verbund.stage.among_islands import AmongIslands
+from verbund.stage.borders import Borders, LeftOut
 from verbund.stage.elastic import goes_on, leaves_out
-from verbund.stage.handing_over import hand_over
-from verbund.stage.island import Island, augmentation, example_of
-from verbund.stage.judge import Judge
+from verbund.stage.island import Island, example_of
 from verbund.stage.mirrors import Mirrors
-from verbund.stage.paces import Paces
 from verbund.stage.recording import count, journal_of
 from verbund.stage.recovery import bring_together
 from verbund.stage.refill import refills
 from verbund.stage.regain import Held, regain, take_place
 from verbund.stage.restore import restore, restore_exchange
-from verbund.stage.saving import Saver, state_of
+from verbund.stage.saving import Saver
+from verbund.stage.step_record import StepRecord, count_combined
+from verbund.stage.steps import Steps
 from verbund.stage.stopping import Agreement
 from verbund.stage.tickets import Tickets
-from verbund.stage.validate import evaluate
-
-_PROGRESS_SECONDS = 0.1
-_RECENT_SECONDS = 3.0
-"""For how long all workers keep what they know of steps, which one of them journals once a second."""
-# Their numbers among a step's collectives, beyond those of any gradients.
-_GATHERING, _COMPARISON = 1 << 20, (1 << 20) + 1
+from verbund.stage.training_state import TrainingState
 
 
 def work(worker: Worker) -> dict[str, Any]:
@@ -72,8 +54,7 @@ def work(worker: Worker) -> dict[str, Any]:
     tickets = _tickets(island, replica)
     borders = exchange = None
     if leaves_out(job):
-        waits = job.cluster.step_deadline + job.cluster.lost_after
-        borders = Borders(worker, waits, lambda gathered: training.meet_islands(gathered))
+        borders = Borders(worker, job.cluster.step_deadline + job.cluster.lost_after)
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, journal, job.seed, borders)
     dropped = restore_exchange(Path(source), replica, exchange) if source else []
@@ -87,7 +68,7 @@ def work(worker: Worker) -> dict[str, Any]:
         worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled, borders
     )
     worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
-    worker.at_end.insert(0, lambda: _count_combined(journal, training.replica, exchange))
+    worker.at_end.insert(0, lambda: count_combined(journal, training.replica, exchange))
     if worker.joins:
         worker.send("ready")
     try:
@@ -103,7 +84,7 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), island.job.train.precision)
-    replica.atomic = refills(island.job)
+    replica.optimizer_step.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
     return replica, restore(Path(source), replica) if source else {}
 
@@ -118,16 +99,8 @@ def _close(journal: Journal, links: Links, island: Island) -> None:
     journal.close()
 
 
-def _count_combined(journal: Journal, replica: Replica, exchange: LocalSteps | None) -> None:
-    """Records the running totals of what replicas and islands sent each other."""
-    if exchange is not None:
-        journal.totals("exchange", **exchange.totals())
-    if replica.compression is not None:
-        journal.totals("compression", **replica.compression.totals())
-
-
 class _Training:
-    """The state of a training besides the replica's: where it is, what was best, why it ends."""
+    """A worker's part of a training, whoever comes and goes: each time that the members change, all meet anew."""
 
     def __init__(
         self,
@@ -145,49 +118,23 @@ class _Training:
         borders: Borders | None = None,
     ) -> None:
         job = island.job
-        self.worker, self.island, self.replica, self.journal, self.links = (
-            worker,
-            island,
-            replica,
-            journal,
-            links,
-        )
-        self.job = job
-        self.tickets, self.exchange, self.borders = tickets, exchange, borders
-        self._islands: tuple[int, ...] = tuple(range(job.strategy.islands))
-        """Those that train with this worker's, by number."""
-        self.samples_lost = int(state.get("samples_lost", 0))
-        """Of the samples those that nothing was learnt from, as their island was left out."""
+        self.worker, self.island, self.replica, self.journal, self.job = worker, island, replica, journal, job
+        self.tickets, self.exchange = tickets, exchange
         self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
-        self.total_steps: int | None = worker.settings["total_steps"]
-        self.step = int(state.get("step", 0))
-        self._first_step = int(state.get("first_step", self.step))
-        self.samples = int(state.get("samples", 0))
-        self.judge = Judge(job.train, state)
-        self.former_seconds = float(state.get("seconds", 0.0))
-        self.begun = time.monotonic()
-        self.loss = math.nan
-        self._reported = 0.0
-        self._reported_samples = self.samples
-        self._validated = self._saved = -1
+        self.state = TrainingState(job.train, worker.settings["total_steps"], state)
         self._goes_on = goes_on(job)
-        self._done_at = self.begun
-        """When the last step was done."""
+        self._record = StepRecord(worker, island, journal, links, exchange, self._goes_on, self.state.samples)
+        self._among: AmongIslands | None = None
+        if borders is not None and exchange is not None:
+            self._among = AmongIslands(worker, borders, island, replica, exchange, self._record, self.state)
         self._mirrors = mirrors
         self._refilled = refilled
         """Whether it has taken the place of a lost worker, with all that that had."""
         self._kept: Held | None = None
-        self._state = state
+        self._begun_with = state
         self._new = worker.joins and not refilled
         """Whether it has nothing yet of what the others have trained."""
-        self._recent: deque[tuple[float, tuple[int, float, float, int, float]]] = deque()
-        """What the journal of another worker has of the last steps, and when they were done."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's place among the members; the first speaks for all."""
-        return self.island.mesh.rank
 
     def run_to_end(self) -> dict[str, Any]:
         """Trains until one of the job's ends is reached or a stop is asked for.
@@ -199,10 +146,10 @@ class _Training:
         while True:
             try:
                 again = enter(lost)
-                enter, lost = self._regroup if self.borders is None else self._same, False
-                if self._goes_on or (self.borders is not None and not self.worker.joins):
+                enter, lost = self._regroup, False
+                if self._goes_on or self._among is not None:
                     self.worker.send("met", era=self.island.era)
-                reason = self._train(again)
+                reason = self._steps().run(again)
                 if reason != "change":
                     break
             except LeftOut:
@@ -213,9 +160,9 @@ class _Training:
                 enter, lost = self._regroup, True
         return {
             "stopped_by": reason,
-            "steps": self.step,
-            "samples": self.samples,
-            "samples_lost": self.samples_lost,
+            "steps": self.state.step,
+            "samples": self.state.samples,
+            "samples_lost": self.state.samples_lost,
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
@@ -223,14 +170,14 @@ class _Training:
     def _begin(self, lost: bool) -> bool:
         """Compares the replicas, or takes a place among those who have begun; see `_regroup`."""
         if self._refilled:
-            self._record_again(self._state)
+            self._record.again(self._begun_with, self.state.step)
             again = True
         elif self._new:
-            again = self._regroup(lost) if self.borders is None else self._come_back(lost)
+            again = self._regroup(lost) if self._among is None else self._come_back(lost)
         elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
-            self.replica.check_equal(self.step)
+            self.replica.check_equal(self.state.step)
             again = False
         self.journal.add("start", 0, self.worker.born, time.monotonic_ns())
         return again
@@ -249,17 +196,20 @@ class _Training:
             PeerLost: if a member is lost meanwhile, or no era has come.
             Dismissed: if this worker is no member any more.
         """
+        if self._among is not None:  # its islands have met
+            self.tickets = _tickets(self.island, self.replica)
+            return False
         limits = self.job.cluster
         if not self.worker.joins:
-            self.worker.doing(MEETING, self.step)
+            self.worker.doing(MEETING, self.state.step)
         # A worker that is to come may take as long as a step to load task and data, and to build the model.
         if not self.worker.later_era(self.island.era, limits.step_deadline + limits.lost_after):
             raise RunFailed("a worker was lost, and the supervisor has not said who goes on")
         self.worker.joins = False
-        self.worker.doing(MEETING, self.step)
+        self.worker.doing(MEETING, self.state.step)
         self.saver.wait()
         if not self._new:
-            self._write()  # what its connections have moved can be read as long as they are there
+            self._record.write(self.replica)  # what its connections have moved can be read as long as they are there
         held = self._held(lost) if refills(self.job) else None
         self.island.meet_anew(self.worker)
         if held is not None:
@@ -271,87 +221,48 @@ class _Training:
         self.tickets = _tickets(self.island, self.replica)
         return self._catch_up(lost)
 
-    # -- islands that train alone, and come and go -----------------------------------------------------------------
-
-    def _same(self, lost: bool) -> bool:
-        """Others share the samples now; all else is as it was."""
-        return lost
-
     def _come_back(self, lost: bool) -> bool:
-        """Waits until the others take this island in, and does the rest of the step that they are in; see
-        `_regroup`."""
-        assert self.borders is not None
-        assert self.exchange is not None
+        """Takes part again, where the others have gone on without this worker's island; see `_regroup`."""
+        assert self._among is not None
         self.saver.wait()
         if not self._new:
-            self._write()
-        self.borders.join()
-        self.exchange.come_in(self.step)
-        if (ends := self.tickets.lengths.reached(self.step)) is not None:
-            self._conclude(self.exchange, ends)
+            self._record.write(self.replica)
+        self._among.come_back()
+        self._new = False
+        self.tickets = _tickets(self.island, self.replica)
+        if self.exchange is not None and self.tickets.lengths.reached(self.state.step) is not None:
+            self.exchange.finish(self.state.step)
         return True
 
-    def meet_islands(self, gathered: Gathered) -> None:
-        """Goes on with the islands of an era, where each has a share of every ticket from now on; who comes back gets
-        from another what all have in common.
-
-        Raises:
-            PeerLost: if an island is lost before all have met.
-        """
-        assert self.exchange is not None
-        members, holders = gathered.members, gathered.holders
-        self.island.meet_islands(self.worker, gathered.era, members)
-        self.replica.regroup(self.island.mesh, self.island.groups)
-        self.tickets = _tickets(self.island, self.replica)
-        own = self.worker.spec.rank * self.job.strategy.islands // self.worker.spec.world
-        stays = [island for island in members if island in holders and island in self._islands]
-        former = [self._islands.index(island) if island in stays else None for island in members]
-        lost, out = self.exchange.regroup(former), [island for island in self._islands if island not in stays]
-        self._islands = members
-        self.samples_lost += lost
-        places = [place for place, island in enumerate(members) if island in holders]
-        group = self.island.groups.islands
-        state = hand_over(group, places, self.replica, self.exchange, self._known())
-        if state is not None:
-            self._take_up(state)
-        else:
-            self._tell_regrouped(bool(out))
-        if state is None and own == holders[0] and self.island.mesh.leads:
-            back = [island for island in members if island not in holders]
-            self.journal.event("islands", era=gathered.era, step=self.step, out=out, back=back, samples_lost=lost)
-        self.exchange.begin_again()
-
-    def _take_up(self, state: dict[str, Any]) -> None:
-        """Goes on where another one is."""
-        self.step, self.samples = int(state["step"]), int(state["samples"])
-        self._first_step, self.samples_lost = int(state["first_step"]), int(state["samples_lost"])
-        self.judge = Judge(self.job.train, state)
-        self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
-        self._validated = self._saved = -1
-        self._new = False
+    def _steps(self) -> Steps:
+        """The training among the members that have met."""
+        return Steps(
+            self.worker,
+            self.island,
+            self.replica,
+            self.tickets,
+            self.exchange,
+            self._agreement,
+            self.saver,
+            self._mirrors,
+            self._record,
+            self.state,
+            self._among,
+        )
 
     def _known(self) -> dict[str, Any]:
         """What another worker needs to go on from here besides the replica's tensors, JSON values."""
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "samples_lost": self.samples_lost,
-            "first_step": self._first_step,
-            "seconds": self._elapsed(),
-            "loss_scale": self.replica.loss_scale.state() if self.replica.loss_scale else None,
-            "recent": [row for _, row in self._recent],
-            "judged": self.judge.judged,
-            **self.judge.state(),
-        }
+        scale = self.replica.loss_scale
+        return self.state.known(scale.state() if scale else None, self._record.recent)
 
     def _held(self, lost: bool) -> Held:
         """What this worker has trained, for when all meet anew."""
         if self._kept is None:
-            self.replica.undo()
+            self.replica.optimizer_step.undo()
             if self._mirrors is not None and not lost:  # who is asked to end leaves it to the others
-                self._mirrors.take(self.step, self._known(), self.replica.state.tensors())
+                self._mirrors.take(self.state.step, self._known(), self.replica.state.tensors())
                 self._mirrors.finish()
-            self._kept = Held(self.replica, self.step, self._known())
+            self._kept = Held(self.replica, self.state.step, self._known())
         return self._kept
 
     def _regain(self, held: Held, lost: bool) -> None:
@@ -359,317 +270,24 @@ class _Training:
         self.replica, choice, state = regain(self.worker, self.island, self._mirrors, held)
         self.saver.replica, self._kept = self.replica, None
         self.tickets = _tickets(self.island, self.replica)
-        if choice.step != self.step:
-            self.judge = Judge(self.job.train, state)
-        self.step, self.samples = choice.step, int(state["samples"])
-        self._validated = self._saved = -1
+        self.state.go_on(choice.step, state, new=False)
         self._tell_regrouped(lost)
-        self._record_again(state)
+        self._record.again(state, choice.step)
 
     def _tell_regrouped(self, lost: bool) -> None:
-        seconds = round(time.monotonic() - self._done_at, 4)
-        self.journal.event("regrouped", era=self.island.era, step=self.step, seconds=seconds, lost=lost)
-
-    def _record_again(self, state: dict[str, Any]) -> None:
-        """Whoever journaled the last steps may have gone before it wrote them, or not have come so far."""
-        if self.rank == 0:
-            for row in {int(row[0]): row for row in [*(row for _, row in self._recent), *state["recent"]]}.values():
-                if row[0] < self.step:
-                    self.journal.step(*row)
+        seconds = round(time.monotonic() - self._record.done_at, 4)
+        self.journal.event("regrouped", era=self.island.era, step=self.state.step, seconds=seconds, lost=lost)
 
     def _catch_up(self, lost: bool) -> bool:
         """Comes to the newest step that a member has done; see `_regroup`."""
-        step = None if self._new else self.step
-        self.step, state, lost = bring_together(self.replica, step, self._known(), lost)
-        self.samples, self._first_step = int(state["samples"]), int(state["first_step"])
-        self._validated = self._saved = -1  # what some have not finished is done again by all
-        if step != self.step:
-            self.judge = Judge(self.job.train, state)
-            if self.replica.loss_scale is not None:
-                self.replica.loss_scale.load(state["loss_scale"])
-        if step is None:
-            self.former_seconds = float(state["seconds"]) - (time.monotonic() - self.begun)
+        step = None if self._new else self.state.step
+        newest, known, lost = bring_together(self.replica, step, self._known(), lost)
+        if self.state.go_on(newest, known, self._new) and self.replica.loss_scale is not None:
+            self.replica.loss_scale.load(known["loss_scale"])
+        if self._new:
+            self.state.take_seconds(known)
         else:
             self._tell_regrouped(lost)
         self._new = False
-        self._record_again(state)
+        self._record.again(known, newest)
         return lost
-
-    def _train(self, again: bool) -> str | None:
-        """Trains to the end, and says why it is there.
-
-        Args:
-            again: what is due after the last step may not have been done by all.
-        """
-        train, rank = self.job.train, self.rank
-        reason = self.tickets.lengths.reached(self.step) or self._stopped(0.0)
-        self.replica.balance.begin(self.step, self.tickets.whole)
-        self._paces = Paces(self.worker, self.island.mesh, self.exchange is None, self._members())
-        if again:
-            if self.step > self._first_step:
-                reason = self._after_step(reason)
-        elif reason is not None and rank == 0 and self.island.era == 0:
-            text = (
-                f"Nothing to do: the run has had its {reason} ({self.step} steps). Raise `train.{reason}` to train on"
-            )
-            self.worker.send("note", text=text)
-        if self.exchange is not None and reason is not None and reason != "interrupt":
-            self.exchange.finish(self.step)  # it was interrupted where it is to end now
-        transform = augmentation(self.job, self.island.task)
-        loader = Loader(
-            self.island.train_set,
-            self._plan(),
-            transform=transform,
-            prefetch=self.job.data.prefetch,
-            processes=self.island.loaders,
-        )
-        batches = self._read(iter(loader))
-        try:
-            while reason is None:
-                step = self.step
-                sizes = self.tickets.sizes(step)
-                count = len(self.replica.plan(sizes, step))
-                sums = self.replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
-                began = time.monotonic_ns()
-                if self._mirrors is not None:
-                    self._mirrors.finish(step + 1)
-                self.replica.update(step, sizes, sums, self.total_steps)
-                self.loss = sums.loss / sums.weight if sums.weight else math.nan
-                if not math.isfinite(self.loss) and sums.weight and self.replica.loss_scale is None:
-                    raise self._diverged(step)
-                self.step += 1
-                self.samples += sum(sizes)
-                self._paces.record(self.replica.balance.counts(step, sizes), sums.told)
-                if train.check_replicas and self.step % train.check_replicas == 0:
-                    compared = time.monotonic_ns()
-                    self.replica.check_equal(self.step)
-                    self._collective(_COMPARISON, compared, time.monotonic_ns())
-                self.journal.add("compute", step, began, time.monotonic_ns())
-                self._record(step, sums.weight, sum(self.replica.joint(sizes)))
-                if self._mirrors is not None and self._mirrors.due(self.step):
-                    self._mirror()
-                # Who is done anyway is not interrupted.
-                reason = self.tickets.lengths.reached(self.step) or self._stopped(sums.flags)
-                islands = self.island.era
-                if self.exchange is not None:
-                    self._combine(self.exchange, sizes, sums, reason)
-                reason = self._after_step(reason)
-                if reason is None and (flags.changes(sums.flags) or self.island.era != islands):
-                    return "change"
-                if self.borders is not None and self.borders.left_out and self.island.mesh.size(*AXES) == 1:
-                    raise LeftOut
-        finally:
-            loader.close()
-        self._finish(reason)
-        return reason
-
-    def _mirror(self) -> None:
-        assert self._mirrors is not None
-        start = time.monotonic_ns()
-        self._mirrors.take(self.step, self._known(), self.replica.state.tensors())
-        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-
-    def _diverged(self, step: int) -> RunFailed:
-        fix = "Lower `train.optimizer.lr`, add `train.clip_norm` or a warm-up"
-        if self.saver.last is not None:
-            fix += f"; the checkpoint of step {self.saver.last} is from before"
-        elif self.worker.settings["checkpoint"]:
-            fix += "; the checkpoint that it went on from is from before"
-        return RunFailed(f"the loss became {self.loss} in step {step}", where="train", fix=fix)
-
-    # -- the plan ------------------------------------------------------------------------------------------------
-
-    def _plan(self) -> Iterator[Item]:
-        step = self.step
-        while self.total_steps is None or step < self.total_steps:
-            if passes := self.replica.plan(self.tickets.sizes(step), step):
-                ids = self.island.train_set.ids(self.tickets.positions(step))
-                for low, high, phantom in passes:
-                    yield Item(step, np.ascontiguousarray(ids[low:high]), phantom=phantom)
-            step += 1
-
-    def _read(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches; while one does not come, that is what this worker is said to wait for."""
-        while True:
-            self.worker.doing("waiting for data", self.step)
-            batch = next(batches, None)
-            if batch is None:
-                return
-            self.worker.doing("computing", self.step)
-            yield batch
-
-    # -- the ends ------------------------------------------------------------------------------------------------
-
-    def _flag(self) -> float:
-        """This worker's reason to stop after the step, which travels with the gradients."""
-        if self._agreement is not None:
-            return 0.0
-        flag = flags.INTERRUPT if self.worker.stopping else 0.0
-        if self.rank == 0:
-            flag += flags.TIME * self._out_of_time() + flags.CHANGE * (self.worker.era.number > self.island.era)
-        return flag
-
-    def _stopped(self, told: float) -> str | None:
-        """Why all workers stop now, if they do.
-
-        Args:
-            told: the sum of their flags.
-        """
-        if self._agreement is None:
-            return flags.ends(told)
-        if self.rank == 0 and self._out_of_time():
-            self._agreement.wish("seconds")
-        return self._agreement.ends(self.step)
-
-    def _combine(self, exchange: LocalSteps, sizes: Sequence[int], sums: StepSums, ends: str | None) -> None:
-        """What is due between the islands after a step; where training ends here, all that is left."""
-        exchange.after(self.step, sizes, sums.loss, sums.weight)
-        self._conclude(exchange, ends)
-
-    def _conclude(self, exchange: LocalSteps, ends: str | None) -> None:
-        if ends is not None and ends != "interrupt":
-            exchange.finish(self.step)
-
-    def _elapsed(self) -> float:
-        return self.former_seconds + time.monotonic() - self.begun
-
-    def _out_of_time(self) -> bool:
-        return self.job.train.seconds is not None and self._elapsed() >= self.job.train.seconds
-
-    # -- after a step --------------------------------------------------------------------------------------------
-
-    def _record(self, step: int, weight: float, size: int) -> None:
-        now = self._done_at = time.monotonic()
-        row = (step, self.loss, weight, size, float(self.replica.optimizer.param_groups[0]["lr"]))
-        if self.rank == 0 or (self.exchange is not None and self.island.mesh.leads):
-            self.journal.step(*row)
-        if self._goes_on:
-            self._recent.append((now, row))
-            while now - self._recent[0][0] > _RECENT_SECONDS and len(self._recent) > 2:
-                self._recent.popleft()
-        if self.rank == 0 and now - self._reported >= _PROGRESS_SECONDS:
-            speed = (self.samples - self._reported_samples) / (now - self._reported) if self._reported else 0.0
-            self.worker.mention("progress", step=self.step, loss=self.loss, samples_per_second=speed)
-            self._reported, self._reported_samples = now, self.samples
-        if self.journal.due:
-            self._write()
-
-    def _members(self) -> Sequence[int]:
-        """The numbers of the workers, by their place in the mesh."""
-        if self.borders is not None:
-            size = self.island.mesh.size(*AXES)
-            return [island * size + place for island in self._islands for place in range(size)]
-        return self.worker.era.members if self._goes_on else range(self.island.mesh.world)
-
-    def _write(self) -> None:
-        """Writes what was recorded, and the running totals, to the journal."""
-        count(self.journal, self.links, self.island.shared_bytes)
-        _count_combined(self.journal, self.replica, self.exchange)
-        self.journal.flush()
-
-    def _after_step(self, reason: str | None) -> str | None:
-        if self.tickets.lengths.due(self.job.validate_.every, self.step) and self.island.validation_set is not None:
-            reason = self._validate() or reason
-        if self.tickets.lengths.due(self.job.checkpoint.every, self.step):
-            self._save()
-        return reason
-
-    def _validate(self) -> str | None:
-        """Validates; the reason to end if a target is reached or patience is at its end."""
-        assert self.island.validation_set is not None
-        self._validated = self.step
-        start = time.monotonic_ns()
-        self.worker.doing("validating", self.step)
-        metrics = self._evaluated(self.island.validation_set)
-        self.journal.add("validate", self.step, start, time.monotonic_ns())
-        if self.rank == 0:
-            self.journal.event("validation", step=self.step, metrics=metrics)
-            self.worker.send("validation", step=self.step, metrics=metrics)
-        return self.judge.ends(metrics, self.step)
-
-    def _evaluated(self, samples: Samples) -> dict[str, Any]:
-        def gathered(start: int, end: int) -> None:
-            self._collective(_GATHERING, start, end)
-
-        if self.borders is None:
-            return evaluate(self.replica, samples, self.island, gathered)
-        while True:  # if an island is lost the others share the evaluation anew
-            self.borders.together("validation", self.step)
-            self.worker.doing("validating", self.step)
-            with suppress(_BrokenOff):
-                return evaluate(self.replica, samples, self.island, gathered, self._across)
-
-    def _across(self, arrays: dict[str, Any]) -> list[dict[str, Any]]:
-        """The arrays of this worker's peers in the other islands, if all have got them."""
-        assert self.borders is not None
-        found: list[dict[str, Any]] = []
-        with suppress(PeerLost):
-            found = self.island.groups.islands.all_gather_arrays(arrays, "the gathering of metrics")
-        if not self.borders.agree("metrics", self.step, bool(found)):
-            raise _BrokenOff
-        return found
-
-    def _drained(self) -> bool:
-        """Waits for what is under way between islands; whether it is there."""
-        assert self.exchange is not None
-        try:
-            self.exchange.drain()
-        except PeerLost:
-            return False
-        return True
-
-    def _collective(self, index: int, start: int, end: int) -> None:
-        """Records a collective that is none of a step's gradients."""
-        if self.island.mesh.world > 1:
-            self.journal.collective(self.step, index, start, start, end)
-
-    def _save(self) -> None:
-        self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
-        start = time.monotonic_ns()
-        if self.borders is not None:
-            self.borders.together("save", self.step, self._drained)
-        self.worker.doing("saving", self.step)
-        self._saved = self.step
-        self.saver.save(
-            self.step,
-            state_of(
-                self.job,
-                self.worker.settings["data"],
-                self.step,
-                self.samples,
-                self._elapsed(),
-                self.judge,
-                exchange=self.exchange.state.record() if self.exchange is not None else None,
-                samples_lost=self.samples_lost,
-                loss_scale=self.replica.loss_scale.state() if self.replica.loss_scale else None,
-            ),
-            self.island.era,
-        )
-        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-
-    def _finish(self, reason: str | None) -> None:
-        """The last validation and checkpoint, and the wait until it is written."""
-        if reason != "interrupt" and self.island.validation_set is not None and self._validated != self.step:
-            self._validate()
-        if self._saved != self.step:
-            self._save()
-        self._write()  # a worker may be killed as soon as these steps are saved: they must not be missing then
-        self._wait_for_save()
-        while self.borders is not None and not self.borders.agree("end", self.step):
-            self.borders.gather(self.step, joins=False, combines=False)
-            self._save()  # a part of it may be missing
-            self._wait_for_save()
-        if self._goes_on:  # whoever leaves has seen that nobody needs it any more
-            self.island.groups.island.all_reduce(torch.zeros(1), "the end")
-        if self.rank == 0 and self.step > self._first_step:
-            self.worker.send("progress", step=self.step, loss=self.loss, samples_per_second=0.0)
-
-    def _wait_for_save(self) -> None:
-        start = time.monotonic_ns()
-        self.worker.doing("saving", self.step)
-        self.saver.wait()
-        self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
-
-
-class _BrokenOff(Exception):
-    """An evaluation that was not done by all."""

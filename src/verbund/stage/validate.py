@@ -30,6 +30,9 @@ from verbund.stage.island import Island
 from verbund.stage.outputs import Outputs
 from verbund.stage.restore import restore
 
+Across = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Gathers named arrays of this worker's peers in the other islands, by island."""
+
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
@@ -64,7 +67,7 @@ def evaluate(
     samples: Samples,
     island: Island,
     gathered: Callable[[int, int], None] = lambda *_: None,
-    across: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None,
+    across: Across | None = None,
 ) -> dict[str, Any]:
     """The metrics of the whole of `samples`, known to all workers.
 
@@ -80,9 +83,9 @@ def evaluate(
     """
     job = island.job
     evaluator = metrics.Evaluator(wanted(job), job.train.objective)
-    with evaluation_threads(island), replica.evaluating():
+    with evaluation_threads(island), replica.evaluation.active():
         for index, batch in evaluation_batches(samples, job.validate_.batch, island):
-            evaluated = replica.evaluate(batch)
+            evaluated = replica.evaluation.evaluate(batch)
             if evaluated is None or batch.phantom:
                 continue
             output, targets, sums = evaluated
