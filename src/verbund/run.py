@@ -271,7 +271,7 @@ class Run:
         seconds = summary.get("seconds") or {}
         facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
         if lost := summary.get("samples_lost"):
-            facts.append(f"of them {lost} samples lost with islands that were left out")
+            facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:
             facts.append(f"training loss {last:.6g}")
         if (total := seconds.get("total")) is not None:

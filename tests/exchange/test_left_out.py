@@ -174,7 +174,7 @@ def longest_pause(run: Run) -> float:
     ],
 )
 def test_killed(where: str, at: int, exchange: dict[str, Any], run_job: Callable[..., Run]) -> None:
-    changes = CHANGES | {"strategy.exchange": exchange, "train.steps": 90}
+    changes = CHANGES | {"strategy.exchange": exchange, "train.steps": 60}
     run = run_job(struck(where, at=at), changes)
     out, *later = check(run)
     assert len(out["out"]) == 1
