@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from verbund.cluster.membership import Era
-from verbund.cluster.quorum import AGAIN, GATHER, JOIN, ON, OUT, Asked, Quorum
+from verbund.cluster.quorum import AGAIN, GATHER, JOIN, LAST, ON, OUT, Asked, Quorum
 from verbund.errors import ClusterLost
 
 
@@ -90,6 +90,27 @@ def test_who_is_lost_is_not_waited_for() -> None:
     assert run.quorum.lost(2)
     assert run.turn(0.1) == {0: ON, 1: ON}
     assert run.told[0][1].members == (0, 1)
+
+
+def test_one_that_is_asked_to_end_goes_after_an_exchange() -> None:
+    run = _run()
+    assert run.quorum.leave(2)
+    assert not run.quorum.leave(1), "the others would be too few"
+    _gathers(run, 0, 1, 2)
+    assert set(run.turn(0.0).values()) == {ON}
+    run.ask("exchange", 0, 1, 2)
+    assert run.turn(0.1) == {0: LAST, 1: LAST, 2: LAST}, "what it has learnt is with the others"
+    _gathers(run, 0, 1, joins=False, combines=False)
+    run.ask(GATHER, 2)
+    assert run.told[2][0] == OUT
+    assert run.turn(0.2) == {0: ON, 1: ON}
+    assert run.told[0][1].members == (0, 1)
+    assert run.quorum.departed() == []
+    run.ask(JOIN, 2)
+    assert run.quorum.departed() == [2], "another process takes its place"
+    run.ask(JOIN, 2)
+    _gathers(run, 0, 1)
+    assert run.turn(0.3) == {0: ON, 1: ON, 2: ON}
 
 
 def test_an_exchange_that_was_broken_off_is_done_again() -> None:

@@ -123,7 +123,9 @@ def simulated(run: Run, rows: int = 203) -> tuple[dict[str, torch.Tensor], int]:
             nn.functional.cross_entropy(models[island](x[mine]), y[mine]).backward()
             inner[island].step()
             seen[island] += len(mine)
-        for event in (event for event in events if event["step"] == step):
+        now = [event for event in events if event["step"] == step]
+        gone = [event for event in now if event["out"] and not event["samples_lost"]]  # with nothing left to send
+        for event in (event for event in now if event not in gone):
             for island in event["out"]:
                 members.remove(island)
                 lost += seen.pop(island)
@@ -142,6 +144,7 @@ def simulated(run: Run, rows: int = 203) -> tuple[dict[str, torch.Tensor], int]:
         outer.step()
         for island in members:
             models[island].load_state_dict(common.state_dict())
+        members = [island for island in members if not any(island in event["out"] for event in gone)]
         seen = dict.fromkeys(members, 0)
     return {name: p.detach() for name, p in common.named_parameters()}, lost
 
@@ -262,6 +265,18 @@ def test_resumed_from_fewer(run_job: Callable[..., Run]) -> None:
     assert again.summary["steps"] == 24
     assert again.summary["samples_lost"] == run.summary["samples_lost"]
     assert any("There were 2 islands" in note for note in again.summary["notes"])
+
+
+def test_asked_to_end(run_job: Callable[..., Run]) -> None:
+    """SIGTERM to a worker: its island goes after the next exchange, and nothing is lost with it."""
+    exchange = {"name": "diloco", "every": 5}
+    changes = CHANGES | {"strategy.exchange": exchange, "train.steps": 40}
+    run = run_job(struck("steps", "SIGTERM", at=8), changes)
+    events = check(run)
+    (out,) = [island for event in events for island in event["out"]]
+    assert [island for event in events for island in event["back"]] == [out]
+    assert run.summary["samples_lost"] == 0
+    assert "was asked to end" in run.summary["membership"]["replacements"][0]["why"]
 
 
 def test_too_few_wait_for_another(run_job: Callable[..., Run]) -> None:

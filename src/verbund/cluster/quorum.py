@@ -19,8 +19,11 @@ from verbund.errors import ClusterLost
 
 GATHER, JOIN = "gather", "join"
 """What workers ask that are ready for another era; and those who want to be members again."""
-ON, AGAIN, OUT = "on", "again", "out"
-"""Answers: all are there; something has changed: gather; this island is no member any more."""
+EXCHANGE = "exchange"
+"""What they do at the border after which one that was asked to end can go without a loss."""
+ON, LAST, AGAIN, OUT = "on", "last", "again", "out"
+"""Answers: all are there; so they are, and gather next, as one goes; something has changed: gather; this island is no
+member any more."""
 _IN_VAIN = 5
 """Times in a row that members meet anew at one border though nobody has come or gone."""
 
@@ -86,6 +89,8 @@ class Quorum:
         self._since: float | None = None
         self._broken = False
         self._in_vain = 0
+        self._leaving: set[int] = set()
+        """Islands of which a worker was asked to end."""
 
     # -- who there is ---------------------------------------------------------------------------------------------
 
@@ -97,6 +102,10 @@ class Quorum:
     def ranks(self) -> list[int]:
         """The workers of all members, by island."""
         return [rank for island in self.era.members for rank in self._workers(island)]
+
+    def of(self, island: int, rank: int) -> bool:
+        """Whether a worker is one of an island."""
+        return rank // self._size == island
 
     def is_member(self, rank: int) -> bool:
         return rank // self._size in self.era.members
@@ -114,12 +123,32 @@ class Quorum:
         if not self.begun:
             return False
         island = rank // self._size
+        self._leaving.discard(island)
         if island in self.era.members:
             self._leave_out([island])
         for one in self._workers(island):
             self._asked.pop(one, None)
             self._waits.discard(one)
         return bool(self.era.members)
+
+    def leave(self, rank: int) -> bool:
+        """A worker was asked by its machine to end: its island goes after the next exchange, which has what it has
+        learnt. Whether it can wait for that; else it is as good as lost."""
+        island = rank // self._size
+        staying = set(self.era.members) - self._leaving - {island}
+        if not self.begun or island not in self.era.members or len(staying) < self.least:
+            return False
+        self._leaving.add(island)
+        return True
+
+    def departed(self) -> list[int]:
+        """Islands that were to go and have nothing left to do, since it was asked last."""
+        gone = [i for i in self._leaving if i not in self.era.members and self._all_want_back(i)]
+        for island in gone:
+            self._leaving.discard(island)
+            for rank in self._workers(island):
+                del self._asked[rank]
+        return gone
 
     # -- what workers ask -------------------------------------------------------------------------------------------
 
@@ -173,8 +202,12 @@ class Quorum:
             return
         alike = len({(one.what, one.step) for one in asked}) == 1
         if alike and not self._broken and all(one.ok for one in asked):
-            self._answer(ON, self.ranks())
+            going = [i for i in self.era.members if i in self._leaving] if asked[0].what == EXCHANGE else []
+            self._answer(LAST if going else ON, self.ranks())
             self._in_vain = 0
+            if going:
+                staying = tuple(island for island in self.era.members if island not in going)
+                self.era, self._broken = Era(self.era.number + 1, staying), True
             return
         self._answer(AGAIN, [rank for rank in self.ranks() if self._asked[rank].what != GATHER])
         self._broken = True
@@ -210,11 +243,10 @@ class Quorum:
     def _joining(self) -> list[int]:
         """Islands that want to come back, all of whose workers have said so."""
         asking = {rank // self._size for rank, one in self._asked.items() if one.what == JOIN}
-        return sorted(
-            island
-            for island in asking
-            if all(rank in self._asked and self._asked[rank].what == JOIN for rank in self._workers(island))
-        )
+        return sorted(i for i in asking if i not in self._leaving and self._all_want_back(i))
+
+    def _all_want_back(self, island: int) -> bool:
+        return all(map(self.wants_back, self._workers(island)))
 
     def _leave_out(self, islands: list[int]) -> None:
         members = tuple(island for island in self.era.members if island not in islands)

@@ -351,6 +351,8 @@ class Supervisor:
         if self._membership is not None:
             if not self._membership.leave(watched.process.spec.rank):
                 self._lose_member(watched, error, charged=False)
+        elif self._quorum is not None and self._quorum.leave(watched.process.spec.rank):
+            return  # it goes after the next exchange
         elif self._replacements is not None and self._replacements.units:
             self._lose(watched, error, charged=False)
         elif self.preempted is None:
@@ -456,6 +458,12 @@ class Supervisor:
             quorum.turn(time.monotonic(), self._stalled)
         except ClusterLost as error:
             self._fail(None, error, secondary=False)
+            return
+        for island in quorum.departed():
+            watched = next(
+                w for w in self._watched.values() if self._matters(w) and quorum.of(island, w.process.spec.rank)
+            )
+            self._lose(watched, ClusterLost(f"{watched.process} was asked to end"), charged=False)
 
     def _stalled(self, rank: int) -> bool:
         """Whether a worker gives no signs of life, or is known to be stopped."""

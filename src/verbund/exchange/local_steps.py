@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from verbund.checkpoint.read import Checkpoint
+from verbund.cluster.quorum import EXCHANGE
 from verbund.comm.compression.sums import Totals
 from verbund.comm.peer_lost import PeerLost
 from verbund.exchange.adaptive import AdaptiveSteps
@@ -258,7 +259,7 @@ class LocalSteps:
             if self._crossing is None:
                 raise
             found = {}
-        if self._crossing is not None and not self._crossing.agree("exchange", self._step, bool(found)):
+        if self._crossing is not None and not self._crossing.agree(EXCHANGE, self._step, bool(found)):
             return None
         if adaptive is not None:
             adaptive.observe(*lost.tolist())

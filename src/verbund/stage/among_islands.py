@@ -56,6 +56,11 @@ class AmongIslands:
         """Waits until the others take this worker's island in, and does the rest of the exchange that they are in."""
         self._borders.join()
         self._exchange.come_in(self._state.step)
+        self.after_exchange()
+
+    def after_exchange(self) -> None:
+        """To be called when the exchanges of a step are done, while training goes on; see `Borders.part`."""
+        self._borders.part(self._state.step)
 
     def check_in(self) -> None:
         """To be called between two steps.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verbund.cluster.quorum import GATHER, JOIN, ON, OUT
+from verbund.cluster.quorum import GATHER, JOIN, LAST, ON, OUT
 from verbund.cluster.worker import Worker
 from verbund.comm.peer_lost import PeerLost
 from verbund.comm.wire import Deadline, WireError
@@ -59,6 +59,7 @@ class Borders:
         """Of this worker's groups."""
         self._holds = not worker.joins
         """Whether this worker has what was trained."""
+        self._one_goes = False
         self._met = True
         """Whether its groups are those of the era that it was told of last."""
 
@@ -108,7 +109,18 @@ class Borders:
             self._worker.cut()  # who waits for this worker is to ask, too
         self._worker.doing(WAITING, step)
         answer, _ = self._ask(what, step, ok and self._met)
-        return answer == ON
+        self._one_goes = answer == LAST
+        return answer in (ON, LAST)
+
+    def part(self, step: int) -> None:
+        """After an exchange: if an island goes with it, the others meet, and share the samples among them at once.
+
+        Raises:
+            LeftOut: if it is this worker's island that goes.
+        """
+        if self._one_goes:
+            self._one_goes = False
+            self.gather(step, joins=False, combines=False)
 
     def together(self, what: str, step: int, done: Callable[[], bool] = lambda: True) -> None:
         """Returns once all that take part have come to the same border, and each has done its part there.

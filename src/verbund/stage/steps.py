@@ -210,6 +210,8 @@ class Steps:
     def _combine(self, exchange: LocalSteps, sums: StepSums, ends: str | None) -> None:
         """What is due between the islands after a step; where training ends here, all that is left."""
         exchange.after(self.state.step, self._sizes, sums.loss, sums.weight)
+        if self._among is not None and ends is None:
+            self._among.after_exchange()
         if ends is not None and ends != "interrupt":
             exchange.finish(self.state.step)
 
