@@ -66,17 +66,20 @@ class Roster:
 
         Args:
             spec: what is to be started.
-            coming: those of its role that are on their way.
+            coming: those that are on their way.
         """
         alike = [w for w in self if w.process.spec.role == spec.role]
         former = next((w.process for w in reversed(alike) if w.name == (spec.role, spec.rank)), None)
         if former is not None:
-            place, neighbours = former.spec.place, former.spec.neighbours
-            return replace(spec, host=former.host, place=place, neighbours=neighbours)
+            was = former.spec
+            return replace(spec, host=former.host, place=was.place, neighbours=was.neighbours, residents=was.residents)
         hosts = [w.process.host for w in alike if not w.replaced]
-        hosts += [other.host for other in coming if other.host is not None]
+        hosts += [other.host for other in coming if other.host is not None and other.role == spec.role]
         fewest = min(sorted(set(hosts)), key=hosts.count)
-        return replace(spec, host=fewest, place=hosts.count(fewest), neighbours=hosts.count(fewest) + 1)
+        residents = sum(w.process.host == fewest and not w.replaced for w in self)
+        residents += sum(other.host == fewest for other in coming) + 1
+        count = hosts.count(fewest)
+        return replace(spec, host=fewest, place=count, neighbours=count + 1, residents=residents)
 
     def discount(self, late: float) -> None:
         """Takes a standstill of this process itself, of so many seconds, off the others' silence."""

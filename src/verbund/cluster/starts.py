@@ -43,15 +43,11 @@ class Starts:
         """Starts a unit as soon as those have ended whose places it takes."""
         self._waiting.append(unit)
 
-    def of(self, role: str) -> list[ProcessSpec]:
-        """Those of a role that are on their way."""
-        units = [*self._waiting, *(unit for unit, _ in self._begun)]
-        return [spec for unit in units for spec in unit if spec.role == role]
-
     @property
-    def working(self) -> bool:
-        """Whether any of them works for itself, not for others."""
-        return any(not spec.serves for unit in [*self._waiting, *(u for u, _ in self._begun)] for spec in unit)
+    def coming(self) -> list[ProcessSpec]:
+        """Those that are on their way."""
+        units = [*self._waiting, *(unit for unit, _ in self._begun)]
+        return [spec for unit in units for spec in unit]
 
     def turn(self, may: Callable[[Unit], bool]) -> Iterator[tuple[Unit, list[Process] | ClusterLost]]:
         """Begins what can be begun, and gives what has come, or why it does not. Waits for nobody.

@@ -272,7 +272,7 @@ class Supervisor:
         return [self._placed(spec) for spec in fresh]
 
     def _placed(self, spec: ProcessSpec, *more: ProcessSpec) -> ProcessSpec:
-        return self._roster.placed(spec, [*self._starts.of(spec.role), *more])
+        return self._roster.placed(spec, [*self._starts.coming, *more])
 
     def _start(self, selector: selectors.BaseSelector) -> None:
         """Watches those that have come, and sees to those that do not."""
@@ -411,7 +411,7 @@ class Supervisor:
 
     def _finish_servers(self) -> None:
         """Those that work for others are done when all others are."""
-        if self._roster.finishing or self._starts.working:
+        if self._roster.finishing or any(not spec.serves for spec in self._starts.coming):
             return
         current = [w for w in self._roster if not w.replaced]
         if all(w.result is not None for w in current if not w.process.spec.serves):
