@@ -142,9 +142,9 @@ class Training:
             return None
         self._local.put({**shared, **self._own(memory)})
         evaluator = metrics.Evaluator(wanted(island.job), island.job.train.objective)
-        with evaluation_threads(island), replica.evaluating():
+        with evaluation_threads(island), replica.evaluation.active():
             for index, batch in evaluation_batches(samples, island.job.validate_.batch, island):
-                evaluated = replica.evaluate(batch)
+                evaluated = replica.evaluation.evaluate(batch)
                 if evaluated is None or batch.phantom:
                     continue
                 output, targets, sums = evaluated
