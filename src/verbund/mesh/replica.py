@@ -412,7 +412,9 @@ class Replica:
             self.ema.update()
         return True
 
-    def settle(self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float]) -> float | None:
+    def settle(
+        self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float], clips: bool = True
+    ) -> float | None:
         """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
         divided by the weight, unscaled and clipped.
 
@@ -420,21 +422,22 @@ class Replica:
             sizes: samples of the step, by worker.
             sums: of the step.
             elsewhere: the squared norm of summed gradients that this replica does not hold: of tables.
+            clips: False where that is done elsewhere, as this is only a part of the gradient.
 
         Returns:
             The factor; None if the step is to be left out.
         """
-        length = self._length(sums)
+        length = self._length(sums) if clips or self.loss_scale is not None else None
         if length is not None:
             length = math.sqrt(length**2 + elsewhere())
-        return self._factor(sizes, sums, length)
+        return self._factor(sizes, sums, length, clips)
 
     def _length(self, sums: StepSums) -> float | None:
         """The global norm of the summed gradients; None if nobody asks for it."""
         asked = self.loss_scale is not None or self.train.clip_norm is not None
         return self._norm(self._sums.gradients()) if asked and sums.weight else None
 
-    def _factor(self, sizes: Sequence[int], sums: StepSums, length: float | None) -> float | None:
+    def _factor(self, sizes: Sequence[int], sums: StepSums, length: float | None, clips: bool = True) -> float | None:
         size = sum(self.joint(sizes))
         if size:
             self.buffers.apply(sums.extra, size)
@@ -445,7 +448,7 @@ class Replica:
             length *= factor
             if self.loss_scale is not None and not self.loss_scale.update(length):
                 return None
-            if self.train.clip_norm is not None and length > self.train.clip_norm:
+            if clips and self.train.clip_norm is not None and length > self.train.clip_norm:
                 factor *= self.train.clip_norm / length
         return factor
 
