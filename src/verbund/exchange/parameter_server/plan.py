@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from verbund.checkpoint.box import Box
@@ -131,7 +132,7 @@ class Plan:
         optimizer, compression = Optimizer.model_validate(record["optimizer"]), record["compression"]
         return Plan(blocks, optimizer, Rule(**record["rule"]), Compression.model_validate(compression))
 
-    @property
+    @cached_property
     def model(self) -> str:
         """What tells one model from another: a hash of all blocks."""
         text = json.dumps([asdict(block) for block in self.blocks], sort_keys=True)
