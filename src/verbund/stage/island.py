@@ -16,6 +16,7 @@ from verbund.comm.collectives import Group
 from verbund.comm.members import Members
 from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup
+from verbund.comm.sockets import Sockets
 from verbund.comm.store import Ask, Store
 from verbund.comm.wire.address import Tcp
 from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
@@ -173,7 +174,7 @@ class Island:
         trains = worker.spec.entry.startswith("verbund.stage.train")
         if trains and leaves_out(job):
             mesh, era = Mesh.of(job.strategy, rank), -1 if worker.joins else 0
-            groups = _meet_apart(worker, job, mesh, place, joins=worker.joins)
+            groups = _meet_apart(worker, job, mesh, place, Sockets(), joins=worker.joins)
         elif worker.joins:
             mesh, groups, era = Mesh(), Groups.alone(place), -1
         elif goes_on(job) and not number and trains:
@@ -185,8 +186,6 @@ class Island:
             worker.send("note", text=note)
         present = tuple(range(job.strategy.islands))
         island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era, present)
-        apart = trains and leaves_out(job)
-        worker.cut = lambda: island.groups.islands.cut() if apart else island.groups.cut()
         worker.at_end.append(island.leave_islands)
         return island
 
@@ -207,19 +206,24 @@ def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, i
 
 def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, ask: Ask | None = None) -> Groups:
     timeout = job.cluster.step_deadline + 60.0
+    sockets = Sockets()
+    worker.cut, worker.stalled = sockets.shut, sockets.stalled  # also while they meet
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
+        store = Store(ask or worker.ask, name, timeout)
+        everybody = Group(store, mesh.rank, mesh.world, place, timeout, address, sockets)
         try:
             return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
         except PeerLost:
             everybody.leave()
             raise
-    return _meet_apart(worker, job, mesh, place)
+    return _meet_apart(worker, job, mesh, place, sockets)
 
 
-def _meet_apart(worker: Worker, job: Job, mesh: Mesh, place: torch.device, joins: bool = False) -> Groups:
+def _meet_apart(
+    worker: Worker, job: Job, mesh: Mesh, place: torch.device, sockets: Sockets, joins: bool = False
+) -> Groups:
     """The groups where islands train alone: this worker's island has a group of its own.
 
     Args:
@@ -227,12 +231,14 @@ def _meet_apart(worker: Worker, job: Job, mesh: Mesh, place: torch.device, joins
         job: what is trained.
         mesh: the axes.
         place: where tensors lie.
+        sockets: get those of the island's own group.
         joins: whether the other islands have begun without this one, which is to meet them later.
     """
     timeout, own = job.cluster.step_deadline + 60.0, mesh.place(*AXES)
     name = f"island {mesh.island}" + (f", life {worker.spec.life}" if worker.spec.life else "")
     address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-    island = Group(Store(worker.ask, name, timeout), own, mesh.size(*AXES), place, timeout, address)
+    island = Group(Store(worker.ask, name, timeout), own, mesh.size(*AXES), place, timeout, address, sockets)
+    worker.stalled = sockets.stalled
     if joins:
         return Groups.apart(mesh, island, Group(None, 0, 1, place, timeout))
     return Groups.apart(mesh, island, _meet_islands(worker, job, mesh, place, 0, worker.ask))
@@ -244,8 +250,16 @@ def _meet_islands(worker: Worker, job: Job, mesh: Mesh, place: torch.device, era
     store = Store(ask, f"islands/{era}/{own}", timeout)
     if mesh.islands == 1:
         return Group(None, 0, 1, place, timeout)
-    if not job.islands_apart:
+    islands: Members
+    if job.islands_apart:
+        listen, secret = str(Tcp(worker.address, 0)), worker.meeting.secret
+        islands = WireGroup(store, mesh.island, mesh.islands, listen, secret, timeout, f"islands/{own}", place)
+    else:
+        sockets = Sockets()
+        if leaves_out(job):
+            worker.cut = sockets.shut  # also while they meet
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        return Group(store, mesh.island, mesh.islands, place, timeout, address)
-    listen, secret = str(Tcp(worker.address, 0)), worker.meeting.secret
-    return WireGroup(store, mesh.island, mesh.islands, listen, secret, timeout, f"islands/{own}", place)
+        islands = Group(store, mesh.island, mesh.islands, place, timeout, address, sockets)
+    if leaves_out(job):
+        worker.cut = islands.cut
+    return islands
