@@ -7,15 +7,13 @@ import random
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from conftest import MakeJob, wait_for
-from storm import Federation, nursery
+from storm import Federation
 
 NAMES = ("north", "south", "village")
 ROUNDS = 4
@@ -31,12 +29,6 @@ CHANGES = {
         "round": {"quorum": 1.0, "lost_after": 30.0, "gather": 30.0, "deadline": 30.0},
     },
 }
-
-
-@pytest.fixture(scope="module", name="nursery")
-def the_nursery() -> Iterator[subprocess.Popen[str]]:
-    with nursery() as process:
-        yield process
 
 
 def test_the_server_is_killed_with_its_buffer_half_full(
