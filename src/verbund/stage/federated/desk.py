@@ -18,7 +18,6 @@ All of them may come again and change nothing then. Every answer has the head of
 from __future__ import annotations
 
 import base64
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,13 +27,13 @@ from typing import Any
 from verbund.comm.wire import Connection, Message, Replies, Reply
 from verbund.errors import InputError, VerbundError
 from verbund.exchange.federated import cohort
-from verbund.exchange.federated.content import PART_BYTES, Content
+from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.round import Answer, Phase
 from verbund.exchange.federated.round_journal import RoundJournal
 from verbund.job import Round
 from verbund.stage.federated.offer import Offer
-from verbund.stage.federated.requests import facts_of, number, state_of, text
+from verbund.stage.federated.requests import answer_of, facts_of, number, state_of, text
 
 PROTOCOL = 2
 HOLD_SECONDS = 15.0
@@ -326,31 +325,20 @@ class Desk:
             return self._reply("answer", counts=answer.counts, why=answer.why, final=answer.final)
 
     def _secure(self, name: str, message: Message) -> Reply:
-        fields, part = message.fields, message.arrays.get("message")
-        round_, number_, step, digest = (
-            number(fields, "round"),
-            number(fields, "number"),
-            text(fields, "step"),
-            text(fields, "sha256"),
-        )
-        updates, exchanges = self._journal.updates, self._journal.exchanges
+        given, exchanges, updates = answer_of(message), self._journal.exchanges, self._journal.updates
         if exchanges is None:
             raise InputError("this job has no secure aggregation")
-        if part is not None:
-            if part.dtype.name != "uint8" or part.ndim != 1 or part.size > PART_BYTES:
-                raise InputError("a message of secure aggregation is bytes, and larger ones are sent in parts")
-            if hashlib.sha256(part.data).hexdigest() != digest:
-                raise InputError("what came is not what its name says", where=digest[:64])
         with self.changed:
-            events, why = exchanges.answer(name, number_, step, digest)
-            if events and not (self._asked_secretly(name) and round_ == self._journal.rounds.round):
+            events, why = exchanges.answer(name, given.number, given.step, given.sha256)
+            if events and not (self._asked_secretly(name) and given.round == self._journal.rounds.round):
                 events, why = [], "the client takes no part in this round any more"
             if events:
-                if part is not None:
-                    updates.put(part.tobytes())
-                elif not updates.whole(digest):
+                if given.content is not None:
+                    updates.put(given.content)
+                elif not updates.whole(given.sha256):
                     return self._reply("missing")
-                self._journal.record([{**event, "round": round_, "bytes": _bytes(updates, digest)} for event in events])
+                told = {"round": given.round, "bytes": _bytes(updates, given.sha256)}
+                self._journal.record([{**event, **told} for event in events])
                 why = exchanges.cheated.get(name, "") if name not in exchanges.server.expected else ""
                 self.changed.notify_all()
             return self._reply("noted", why=why)

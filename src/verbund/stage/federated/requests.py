@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from verbund.comm.wire import Message
 from verbund.errors import InputError
+from verbund.exchange.federated.content import PART_BYTES
 
 
 def text(fields: Mapping[str, Any], key: str) -> str:
@@ -44,6 +48,42 @@ def facts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     if (state := fields.get("state")) is not None:
         facts["state"] = state_of(state)
     return facts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's answer in the exchanges of secure aggregation.
+
+    Args:
+        round: in which.
+        number: of the invitation.
+        step: what it answers.
+        sha256: of what is said.
+        content: that; None if it was sent in parts before.
+    """
+
+    round: int
+    number: int
+    step: str
+    sha256: str
+    content: bytes | None
+
+
+def answer_of(message: Message) -> Answer:
+    """The one in a request.
+
+    Raises:
+        InputError: if there is none, or it is not what its name says.
+    """
+    fields, part, content = message.fields, message.arrays.get("message"), None
+    digest = text(fields, "sha256")
+    if part is not None:
+        if part.dtype.name != "uint8" or part.ndim != 1 or part.size > PART_BYTES:
+            raise InputError("a message of secure aggregation is bytes, and larger ones are sent in parts")
+        content = part.tobytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise InputError("what came is not what its name says", where=digest[:64])
+    return Answer(number(fields, "round"), number(fields, "number"), text(fields, "step"), digest, content)
 
 
 def _pair(value: Any) -> bool:
