@@ -99,11 +99,10 @@ class Job(Section):
             return []
         if train.ema is not None:
             problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
-        if train.clip_norm is not None and exchange.consistency == "bulk_synchronous" and self.strategy.islands > 1:
+        if train.clip_norm is not None and exchange.backup:
             problems.append(
-                "`train.clip_norm` needs the norm of a gradient that no single process has where islands add up their "
-                "shares of a global batch: leave it out, or use a `strategy.exchange.consistency` whose pushes are "
-                "steps, `bounded_staleness` or `asynchronous`: each is clipped by itself then"
+                "`train.clip_norm` needs the norm of all shares of a global batch, and `strategy.exchange.backup` does "
+                "without some: leave one of them out"
             )
         if exchange.backup >= self.strategy.islands:
             problems.append(
@@ -117,7 +116,8 @@ class Job(Section):
             problems.append("`data.loaders` cannot know early enough which tickets come: leave it at 0")
         if self.strategy.compression.name != "none":
             problems.append(
-                "`strategy.compression` is for gradients that are added up between workers, not for servers"
+                "`strategy.compression` is for gradients that workers add up: what is pushed to servers is compressed "
+                "by `strategy.exchange.compression`"
             )
         if self.data.placement == "island" and not exchange.divided:
             problems.append(

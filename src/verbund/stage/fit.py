@@ -203,8 +203,9 @@ def _copies(job: Job) -> int:
     """What adding up gradients, or exchanging parameters, takes of memory, in copies of what is trained: the buckets;
     of a compression what was not sent yet, its copy, and messages; of an exchange the common values, their copy to be
     saved, the differences and the moments."""
-    compressed = job.strategy.compression.name != "none"
-    return 1 + 3 * compressed + 4 * job.strategy.exchange.local
+    strategy = job.strategy
+    compressed = (strategy.exchange if strategy.exchange.served else strategy).compression.name != "none"
+    return 1 + 3 * compressed + 4 * strategy.exchange.local
 
 
 def dry_run_bytes(model: nn.Module, job: Job) -> int:
