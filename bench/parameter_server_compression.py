@@ -44,7 +44,7 @@ BLOCK = 1 << 20
 def plan_of(method: str, megabytes: int) -> Plan:
     shape = (megabytes * 250_000,)
     blocks = tuple(cut("weight", shape, "float32", Box((0,), shape), BLOCK, 4))
-    compression = Compression(name=method, warmup=0)
+    compression = Compression.model_validate({"name": method, "warmup": 0})
     return Plan(blocks, Optimizer(name="sgd", lr=1e-3), Rule("asynchronous"), compression)
 
 
