@@ -105,7 +105,7 @@ def test_what_the_task_starts_ends_with_a_killed_warm_server(make_job: MakeJob, 
 WIDE = MLP.replace("16", "60_000")  # its checkpoint takes a while to write
 
 
-def test_killed_while_saving(make_job: MakeJob, tmp_path: Path) -> None:
+def test_killed_while_saving(make_job: MakeJob, tmp_path: Path, shared_cluster: object) -> None:
     changes = {"train.steps": 1_000_000, "checkpoint.every": 1, "cluster.orphan_grace": 0.5}
     write_job(make_job, tmp_path, changes, WIDE)
     command = start_command(tmp_path)

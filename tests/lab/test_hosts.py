@@ -107,7 +107,9 @@ def test_workers_of_both_hosts_are_killed_and_replaced(
     assert found == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_interrupted_over_hosts_and_resumed_on_one(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+def test_interrupted_over_hosts_and_resumed_on_one(
+    lab: Lab, make_job: MakeJob, tmp_path: Path, shared_cluster: object
+) -> None:
     write(lab, make_job, tmp_path, ENDLESS, MARKED)
     command = start(lab, tmp_path)
     command.send_signal(signal.SIGINT)
