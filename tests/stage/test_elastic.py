@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Command, MakeJob, Struck, losses, wait_for
+from conftest import Command, MakeJob, Struck, and_end, losses, wait_for
 from processes import MARKED, alive, exactly, gone, passes, pids, scaled, write_job
 from verbund.errors import ClusterLost, Interrupted
 from verbund.run import Run
@@ -35,13 +35,8 @@ SETTINGS: dict[str, Any] = {
 
 def _trained(struck: Struck, folder: Path, strike: Callable[[], object], **changes: Any) -> Run:
     """Ctrl-C once that is done, and what was trained until then against a run that nobody disturbed."""
-
-    def strike_and_end() -> None:
-        strike()
-        os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.raises(Interrupted):
-        struck(NORMALISED, {**SETTINGS, **changes}, strike_and_end)
+        struck(NORMALISED, {**SETTINGS, **changes}, and_end(strike))
     run = Run.open(folder / "run")
     found = losses(run)
     assert run.summary["steps"] == len(found) == run.summary["checkpoints"]["last_step"]
