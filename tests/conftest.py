@@ -80,6 +80,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """The process that forks all servers and clients of real federations."""
+    command = [sys.executable, str(Path(__file__).parent / "stage" / "federated" / "nursery.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder that is a disk of its own, of 1500 kB or what the test is parametrised with."""
