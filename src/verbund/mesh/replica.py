@@ -458,6 +458,12 @@ class Replica:
         finally:
             self._sums.exact = False
 
+    def losses(self, batch: Batch) -> Sums:
+        """The losses of a batch's samples in training, with their graph."""
+        sums = self._forward.loss(batch, batch.ticket)
+        assert isinstance(sums, Sums), "the mesh does not divide the model"
+        return sums
+
     def dry_step(self, batch: Batch, size: int) -> None:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""
         self.model.train()

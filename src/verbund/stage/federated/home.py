@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,24 @@ class JobState:
     Args:
         folder: of the job.
         counted: rounds in which its update counted.
-        released: updates with noise of their own that were begun, whether or not they came to anything.
+        spent: what was released with noise of its own, as an `Accountant` has it; it counts from when an update is
+            there that may be sent, whether or not it is.
+        statistics: what is told of columns: once drawn, noise stays the same.
         pending: the update that was trained and of which it is not known yet whether it counts.
     """
 
     folder: Path
     counted: int = 0
     pending: dict[str, Any] | None = None
-    released: int = 0
+    spent: list[dict[str, Any]] = field(default_factory=list)
+    statistics: dict[str, Any] | None = None
 
     @staticmethod
     def kept(folder: Path) -> JobState:
         """What is on disk."""
         found = read(folder / "state.json") or {}
-        return JobState(folder, int(found.get("counted", 0)), found.get("pending"), int(found.get("released", 0)))
+        counted, spent = int(found.get("counted", 0)), list(found.get("spent", []))
+        return JobState(folder, counted, found.get("pending"), spent, found.get("statistics"))
 
     @property
     def content(self) -> Content:
@@ -127,15 +131,21 @@ class JobState:
         """The same of the update that is pending."""
         return self.folder / "memory.next"
 
-    def release(self, many: int = 1) -> int:
-        """Counts one more that is begun, before it is, or takes back one that was not; how many there are now."""
-        self.released += many
-        self._write()
-        return self.released
+    def trained(self, facts: dict[str, Any], kept: bool, spent: list[dict[str, Any]] | None) -> None:
+        """An update is there, and goes to the server now.
 
-    def trained(self, facts: dict[str, Any], kept: bool) -> None:
-        """An update is there, and goes to the server now."""
+        Args:
+            facts: what is told of it.
+            kept: whether the client keeps something of it.
+            spent: what was released by now, this update among it, where there is noise.
+        """
         self.pending = {**facts, "kept": kept}
+        self.spent = self.spent if spent is None else spent
+        self._write()
+
+    def answered(self, statistics: dict[str, Any]) -> None:
+        """What is told of columns, from now on."""
+        self.statistics = statistics
         self._write()
 
     def settled(self, counts: bool) -> None:
@@ -151,7 +161,8 @@ class JobState:
         self.next_memory.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        write(self.folder / "state.json", {"counted": self.counted, "pending": self.pending, "released": self.released})
+        content = {"counted": self.counted, "pending": self.pending, "spent": self.spent}
+        write(self.folder / "state.json", {**content, "statistics": self.statistics})
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from verbund.checkpoint import durable
 from verbund.errors import InputError, TaskError
+from verbund.exchange.federated.cohort import selected
 from verbund.job import Job
 from verbund.plain_json import text as json_text
 
@@ -47,7 +48,7 @@ class Offer:
         privacy = asked.privacy
         unavailable = {
             "secure": asked.secure is not None,
-            "privacy.kind": privacy.kind not in ("none", "central", "local"),
+            "privacy.kind": privacy.kind not in ("none", "central", "local", "examples"),
             "privacy.sampling": privacy.sampling != "fixed",
         }
         for key, wanted in unavailable.items():
@@ -80,6 +81,12 @@ class Offer:
         if len(text) > _TASK_LIMIT:
             raise TaskError(f"has more than {_TASK_LIMIT} characters", where=str(path))
         return Offer({**kept, "task": _FILE}, text)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Columns that are asked about, with the bins of each."""
+        asked = self.job["strategy"]["exchange"].get("statistics") or {}
+        return {str(name): int(column["bins"]) for name, column in asked.items()}
 
     @property
     def task_digest(self) -> str:
@@ -141,7 +148,10 @@ class Offer:
     def facts(self, job: Job, task_at: Path | None) -> dict[str, Any]:
         """What policies look at; see `Policy.job_problems`."""
         exchange = job.strategy.exchange
+        known = exchange.clients is not None or isinstance(exchange.cohort, int)
+        cohort = selected(exchange.cohort_size(exchange.clients or 1), exchange.round.over_selection)
         return {
+            "cohort": cohort if known else None,
             "task": self.task_digest,
             "task_at": str(task_at or job.task),
             "secure": False,

@@ -124,8 +124,12 @@ class Server:
         passed = time.monotonic() - self._since
         events: list[Event] = []
         if rounds.phase is Phase.SELECTING:
-            there = desk.available()
-            events = rounds.select(there, passed >= self._settings.gather)
+            there, able = desk.available(), desk.able()
+            if able is not None and len(able) < rounds.terms.quorum:
+                events = rounds.end("budget")
+            else:  # those whose privacy budget is spent are not waited for
+                come = able is not None and able <= set(there)
+                events = rounds.select(there, come or passed >= self._settings.gather)
             if not events and passed >= _QUIET_SECONDS:
                 self._tell_waiting(there)
         elif rounds.phase is Phase.TRAINING:
