@@ -82,6 +82,6 @@ def test_a_server_that_stops_early_is_told(command: Command, tmp_path: Path, mon
     ended = command(*arguments)
     assert ended.status == 3
     assert "stopped before the last round; updates have counted in 2 rounds" in ended.err
-    assert "The same command goes on" in ended.document()["cause"]["fix"]
+    assert "The same command goes on" in ended.document["cause"]["fix"]
     ended = command(*arguments)
-    assert (ended.status, ended.document()["rounds"]) == (0, 3)
+    assert (ended.status, ended.document["rounds"]) == (0, 3)
