@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def export(
 
 
 def _exported(run: Run, job: Job, source: Path, target: Path, form: str | None, ema: bool) -> dict[str, Any]:
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")  # process numbers come again
     settings = {
         "job": job.resolved(),
         "folder": job.folder,

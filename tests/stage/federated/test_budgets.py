@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from conftest import MakeJob, wait_for
-from stage.federated.test_kills import CHANGES, NAMES, Federation, nursery
+from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from storm import Federation
 from verbund.errors import InputError
 from verbund.exchange.federated.policy import Policy
 from verbund.exchange.federated.privacy import Accountant, Event
 from verbund.stage.federated.offer import Offer
 
-__all__ = ["nursery"]
+__all__ = ["the_nursery"]
 
 
 def changes(**privacy: Any) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def test_a_budget_survives_kills_and_ends_the_rounds(
     accountant = Accountant(1e-5)
     accountant.spend(Event(noise=2.0), 2)
     exact = accountant.spent()
-    storm = Federation(tmp_path / "storm", make_job(changes=changes(budget=exact.epsilon + 1e-6)), nursery)
+    storm = Federation(tmp_path / "storm", make_job(changes=changes(budget=exact.epsilon + 1e-6)), nursery, NAMES)
     for name in NAMES:
         storm.start(name)
     for at in (14, 20):  # of its operations
@@ -59,7 +60,7 @@ def test_local_noise_is_added_by_clients_who_keep_account(
     accountant.spend(Event(noise=10.0), 2)
     exact = accountant.spent()
     noise = {"kind": "local", "noise": 20.0, "clip": 0.05, "budget": exact.epsilon + 1e-6}
-    federation = Federation(tmp_path / "local", make_job(changes=changes(**noise)), nursery)
+    federation = Federation(tmp_path / "local", make_job(changes=changes(**noise)), nursery, NAMES)
     for who in ("server", *NAMES):
         federation.start(who)
     assert federation.finish()["phase"] == "done"
@@ -94,9 +95,7 @@ def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> Non
 @pytest.mark.parametrize(
     ("exchange", "key"),
     [
-        ({"privacy": {"kind": "distributed"}, "secure": {}}, "secure"),
         ({"privacy": {"kind": "central", "sampling": "poisson"}}, "privacy.sampling"),
-        ({"secure": {}, "privacy": {"kind": "none"}}, "secure"),
     ],
 )
 def test_what_real_clients_do_not_do_is_refused(exchange: dict[str, Any], key: str, make_job: MakeJob) -> None:

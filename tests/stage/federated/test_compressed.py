@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 
 from conftest import MLP, MakeJob, wait_for
 from federation import federation
-from stage.federated.test_kills import CHANGES, NAMES, Federation, nursery
+from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from storm import Federation
 from trained import close, newest
 from verbund.errors import InputError, JobError
 from verbund.exchange.federated.compressed import ERROR, UpdateCompression
@@ -25,7 +25,7 @@ from verbund.stage.federated import preflight
 from verbund.stage.federated.home import JobState
 from verbund.stage.federated.preflight import examine
 
-__all__ = ["nursery"]
+__all__ = ["the_nursery"]
 RunJob = Callable[..., Run]
 METHODS = [
     "fp16",
@@ -158,15 +158,14 @@ def test_real_clients_keep_their_feedback_through_kills(
     job = make_job(WIDE, changes={**CHANGES, "strategy.exchange": exchange})
     found = {}
     for where, at in (("calm", None), ("storm", 14)):
-        federation_ = Federation(tmp_path / where, job, nursery)
+        federation_ = Federation(tmp_path / where, job, nursery, NAMES)
         for who in ("server", *NAMES):
             federation_.start(who, at if who == "north" else None)
         wait_for(lambda each=federation_: each.ended("north"), "the end of north", 60.0)
         if federation_.result("north") is None:
             federation_.start("north")
         found[where] = federation_.finish()["current"]
-        log = federation_.folder / "run" / "federated" / "audit.jsonl"
-        events = [json.loads(line) for line in log.read_text().splitlines()]
+        events = federation_.events()
         whole = 4 * (12 * 400 + 400 + 400 * 5 + 5)
         assert all(event["bytes"] < 0.25 * whole for event in events if event["event"] == "update")
         home = next((federation_.folder / "north").glob("jobs/*"))

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from conftest import MLP, MakeJob, wait_for
 from federation import federation
-from stage.federated.test_kills import CHANGES, NAMES, Federation, nursery
+from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from storm import Federation
 from trained import close
 from verbund import task as tasks
 from verbund.data.prepare import Prepared, prepare
@@ -29,7 +30,7 @@ from verbund.run import Run
 from verbund.stage import launch
 from verbund.stage.federated.local import Assignment
 
-__all__ = ["nursery"]
+__all__ = ["the_nursery"]
 RunJob = Callable[..., Run]
 DROPOUT = """
 from torch import nn
@@ -263,15 +264,14 @@ def test_real_clients_keep_account_and_end_by_their_budget(
     privacy = {"kind": "examples", "noise": 3.0, "budget": exact + 1e-6}
     exchange = {**CHANGES["strategy.exchange"], "rule": "fedavg", "privacy": privacy}
     job = make_job(changes={**CHANGES, "train.steps": 5, "strategy.exchange": exchange})
-    storm = Federation(tmp_path / "storm", job, nursery)
+    storm = Federation(tmp_path / "storm", job, nursery, NAMES)
     for who, at in (("server", None), ("south", None), ("north", 12)):
         storm.start(who, at)
     wait_for(lambda: storm.ended("north"), "the end of north", 60.0)
     assert storm.result("north") is None, "it was killed"
     storm.start("north")
     assert storm.finish()["phase"] == "done"
-    log = storm.folder / "run" / "federated" / "audit.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()]
+    events = storm.events()
     updates = [event for event in events if event["event"] == "update"]
     assert not any(event["sums"] or "state" in event for event in updates)
     assert [event["why"] for event in events if event["event"] == "ended"] == ["budget"]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from conftest import MakeJob, wait_for
-from stage.federated.test_kills import CHANGES, Federation, nursery
+from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from storm import Federation
 from verbund.data.prepare import prepare
 from verbund.errors import DataError, InputError, JobError
 from verbund.exchange.federated.policy import Policy
@@ -23,7 +24,7 @@ from verbund.observe.statistics import combined
 from verbund.stage.federated.requests import statistics_of
 from verbund.stage.federated.statistics import answer
 
-__all__ = ["nursery"]
+__all__ = ["the_nursery"]
 AGE = ColumnStatistics(low=0.0, high=100.0, bins=50)
 
 
@@ -140,7 +141,7 @@ def test_what_clients_say_is_checked(wrong: Any) -> None:
 def test_real_clients_are_asked_once(tmp_path: Path, make_job: MakeJob, nursery: subprocess.Popen[str]) -> None:
     """One owner adds noise and is killed, one permits nothing; training goes on with both."""
     job = asked(make_job, y={"low": 0.0, "high": 5.0, "bins": 5})
-    storm = Federation(tmp_path / "storm", job, nursery)
+    storm = Federation(tmp_path / "storm", job, nursery, NAMES)
     storm.policies["north"] = {"tasks": ["*"], "statistics": ["y"], "statistics_epsilon": 3.0}
     for who, at in (("server", None), ("south", None), ("north", 9)):
         storm.start(who, at)
@@ -148,9 +149,7 @@ def test_real_clients_are_asked_once(tmp_path: Path, make_job: MakeJob, nursery:
     if storm.result("north") is None:
         storm.start("north")
     assert storm.finish()["phase"] == "done"
-    storm.check()
-    log = storm.folder / "run" / "federated" / "audit.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()]
+    events = storm.events()
     answers = {event["client"]: event["answer"] for event in events if event["event"] == "statistics"}
     assert sum(event["event"] == "statistics" for event in events) == 2
     assert answers["south"] == {"declined": "policy, statistics"}

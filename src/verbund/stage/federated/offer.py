@@ -44,22 +44,10 @@ class Offer:
         if not job.strategy.exchange.federated:
             fix = 'Set `strategy.exchange = "federated"`'
             raise InputError(f"the exchange is `{job.strategy.exchange.name}`", where="job, strategy.exchange", fix=fix)
-        asked = job.strategy.exchange
-        privacy = asked.privacy
-        unavailable = {
-            "secure": asked.secure is not None,
-            "privacy.kind": privacy.kind not in ("none", "central", "local", "examples"),
-            "privacy.sampling": privacy.sampling != "fixed",
-        }
-        for key, wanted in unavailable.items():
-            if wanted:
-                fix = "Leave it out, or simulate with `verbund train`"
-                what = "is set to what is not available with real clients"
-                raise InputError(what, where=f"job, strategy.exchange.{key}", fix=fix)
-        if asked.rule.name == "fedbuff":
-            fix = "Use a synchronous rule, or simulate with `verbund train`"
-            what = "`fedbuff` is not available with real clients"
-            raise InputError(what, where="job, strategy.exchange.rule", fix=fix)
+        if job.strategy.exchange.privacy.sampling != "fixed":
+            fix = "Leave it out, or simulate with `verbund train`"
+            what = "is set to what is not available with real clients"
+            raise InputError(what, where="job, strategy.exchange.privacy.sampling", fix=fix)
         if job.train.steps is None:
             raise InputError("the number of rounds is missing", where="job, train.steps", fix="Give `train.steps`")
         if job.data.tokenizer not in (None, "bytes"):
@@ -154,7 +142,7 @@ class Offer:
             "cohort": cohort if known else None,
             "task": self.task_digest,
             "task_at": str(task_at or job.task),
-            "secure": False,
+            "secure": exchange.secure is not None,
             "epsilon": exchange.privacy.budget if exchange.privacy.kind != "none" else None,
             "delta": exchange.privacy.delta if exchange.privacy.kind != "none" else None,
             "weighted": exchange.rule.by_samples,
