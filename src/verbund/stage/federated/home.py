@@ -151,9 +151,9 @@ class JobState:
         """The same of the update that is pending."""
         return self.folder / "memory.next"
 
-    def release(self) -> None:
-        """Counts one more vector with a share of noise that may be in a sum, before it is sent."""
-        self.released += 1
+    def release(self, many: int = 1) -> None:
+        """Counts so many more vectors with a share of noise that may be in a sum, before they are sent."""
+        self.released += many
         self._write()
 
     def begin_secure(self, run: str, number: int) -> None:

@@ -138,6 +138,7 @@ class Offer:
         exchange = job.strategy.exchange
         known = exchange.clients is not None or isinstance(exchange.cohort, int)
         cohort = selected(exchange.cohort_size(exchange.clients or 1), exchange.round.over_selection)
+        cohort = exchange.rule.buffer or cohort  # of asynchronous rounds it is the updates that make a step
         return {
             "cohort": cohort if known else None,
             "task": self.task_digest,
