@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     sys.path.append(arguments.opacus)
+    warnings.filterwarnings("ignore", "Full backward hook")
     opacus = importlib.import_module("opacus")
     optimizers = importlib.import_module("opacus.optimizers")
 

@@ -22,10 +22,10 @@ from verbund.job import Job, Privacy
 from verbund.mesh.changing_buffers import changing
 from verbund.mesh.replica import Replica
 
-_AT_ONCE = 256
-_GRADIENT_BYTES = 256 << 20
-"""Of the gradients that are there at a time."""
-_COPIES = 3  # a gradient in float32, and one tensor of it in float64
+_AT_ONCE, _AT_LEAST = 256, 8
+"""Samples whose gradients are there at a time: so many at most, and so many if there is room at all."""
+_CACHED_BYTES, _ROOM_BYTES = 16 << 20, 256 << 20
+"""Of their gradients: what is not faster if it is more, and what must not be exceeded."""
 _CLOSE = 1e-5
 _TRIED = 3
 
@@ -76,9 +76,9 @@ class ExampleSteps:
         check(replica)
         self._replica, self._clip = replica, job.strategy.exchange.privacy.clip
         self._parameters = dict(zip(replica.names, replica.parameters, strict=True))
-        each = _COPIES * sum(values.nbytes for values in self._parameters.values())
-        most = min(_AT_ONCE, job.train.micro_batch or _AT_ONCE)
-        self._at_once = max(min(most, _GRADIENT_BYTES // max(each, 1)), 1)
+        each = max(sum(values.nbytes for values in self._parameters.values()), 1)
+        fit = max(_CACHED_BYTES // each, min(_AT_LEAST, _ROOM_BYTES // each), 1)
+        self._at_once = min(fit, _AT_ONCE, job.train.micro_batch or _AT_ONCE)
         self._plain = job.train.precision in ("fp32", "fp64") and not job.train.compile
         self._together: bool | None = None
 

@@ -43,14 +43,21 @@ def clipped_sum(gradients: Mapping[str, Tensor], bound: float) -> tuple[dict[str
 
     A sample whose gradient is not finite contributes nothing.
     """
-    squares = [each.detach().double().flatten(1).square().sum(1) for each in gradients.values()]
-    norms = torch.stack(squares).sum(0).sqrt()
-    factors = (bound / norms.clamp(min=1e-300)).clamp(max=1.0)
+    each_norm = [
+        torch.linalg.vector_norm(g.detach().flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()
+    ]
+    norms = torch.stack(each_norm).square().sum(0).sqrt()
     finite = norms.isfinite()
+    # Rounding to the gradients' type must not lengthen what was shortened.
+    shorter = 1.0 - 4.0 * max(torch.finfo(each.dtype).eps for each in gradients.values())
+    factors = torch.where(norms > bound, bound / norms * shorter, 1.0).masked_fill(~finite, 0.0)
+    whole = bool(finite.all())
     total = {}
     for name, each in gradients.items():
-        kept = each.detach().double().masked_fill(~finite.reshape(-1, *[1] * (each.dim() - 1)), 0.0)
-        total[name] = torch.tensordot(factors.masked_fill(~finite, 0.0), kept, dims=1).to(each.dtype)
+        kept = each.detach()
+        if not whole:
+            kept = kept.masked_fill(~finite.reshape(-1, *[1] * (each.dim() - 1)), 0.0)
+        total[name] = torch.tensordot(factors.to(each.dtype), kept, dims=1)
     return total, norms
 
 
