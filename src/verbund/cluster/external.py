@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from verbund.cluster import host as hosts_
-from verbund.cluster.forked import PRELOAD, readable
+from verbund.cluster.forked import PRELOAD
 from verbund.cluster.invitation import Invitation
 from verbund.cluster.joined import JoinedServer, judge
-from verbund.cluster.process import Exit
 from verbund.cluster.spread import SpreadCluster, break_after
 from verbund.comm.rendezvous import Meeting
 from verbund.comm.wire import Connection
@@ -69,7 +68,6 @@ class ExternalCluster(SpreadCluster):
         """By the descriptors of their connections."""
         self._turned_away: list[str] = []
         self._stuck: ClusterLost | None = None
-        self._epoll.register(self._listener, select.EPOLLIN)
         try:
             self.joins_at = invitation.publish(int(self.meeting.address.rpartition(":")[2]))
         except InputError:
@@ -126,10 +124,6 @@ class ExternalCluster(SpreadCluster):
                 return True
         return False
 
-    def exits(self) -> Iterator[Exit]:
-        self._hear()
-        yield from super().exits()
-
     def close(self) -> None:
         self.invitation.withdraw()
         self._servers = [*self._servers, *(one for one in self._joined.values() if one not in self._servers)]
@@ -185,9 +179,8 @@ class ExternalCluster(SpreadCluster):
         return [server.offer.slots for server in servers if isinstance(server, JoinedServer) and server.offer]
 
     def _hear(self) -> None:
-        """Lets in who has come, answers offers, and notices who is gone."""
-        while readable(self._listener, 0.0) and (accepted := self._accepted()):
-            self._unexpected(*accepted)
+        """Besides answers offers, and notices who is gone."""
+        super()._hear()
         for one in [*self._joined.values()]:
             if one.hear():
                 self._answer(one)
@@ -208,7 +201,7 @@ class ExternalCluster(SpreadCluster):
     def _answer(self, one: JoinedServer) -> None:
         assert one.offer is not None
         try:
-            judge(one.offer, self._job.cluster.trusted_network)
+            judge(one.offer, self._job.cluster.trusted_network, self._job.together)
         except VerbundError as error:
             self._turned_away.append(str(error))
             self._tell(f"turned away: {error}")
@@ -243,6 +236,8 @@ class ExternalCluster(SpreadCluster):
         job = self._job
         there = sum(self._slots([*self._joined.values()]))
         more = f" ({there} are there)" if there else ""
+        if job.together > 1:
+            more = f", {job.together} on one host as there is no `cluster.trusted_network`{more}"
         return (
             f"waiting for {job.world} slots{more}: verbund join {self.joins_at} --secret-file "
             f"{self.invitation.secret_file}"

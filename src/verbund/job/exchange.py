@@ -42,8 +42,9 @@ class Exchange(Section):
     """local_sgd, diloco: the share of an island's own values that stays when an exchange arrives; default 0.5 with a
     `delay`, else 0."""
     compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
-    """local_sgd, diloco: what the differences of parameters are sent as; federated: what updates are (any method but
-    `power_sgd`, from the first round on)."""
+    """local_sgd, diloco: what the differences of parameters are sent as. parameter_server: what gradients are pushed
+    as, by any method but `power_sgd`; rows of tables are cast (`fp16`, `bf16`) or travel as they are. federated: what
+    updates are, by any method but `power_sgd`, from the first round on."""
     error_feedback: bool = True
     """federated, with `compression`: each client keeps what its update leaves out, and adds it to its next one. Clients
     that are asked rarely may do better without it."""
@@ -131,6 +132,11 @@ class Exchange(Section):
                 problems.append(f"`{key}` is for the consistency `{mode}`, not `{self.consistency}`")
         if self.replicas is not None and self.replicas >= self.servers:
             problems.append(f"{self.replicas} replicas need more than {self.servers} server{'s' * (self.servers > 1)}")
+        if self.compression.name == "power_sgd":
+            problems.append(
+                "`compression` `power_sgd` adds up matrices between workers, and each push travels by itself: use "
+                "`top_k`, `sign`, `int4` or another method"
+            )
         return problems
 
     @property
@@ -195,7 +201,7 @@ _LOCAL = ("local_sgd", "diloco")
 _SERVED = ("parameter_server",)
 _KEYS = {
     **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing"), _LOCAL),
-    "compression": (*_LOCAL, "federated"),
+    "compression": (*_LOCAL, *_SERVED, "federated"),
     "error_feedback": ("federated",),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
     **dict.fromkeys(

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from conftest import MakeJob, wait_for
-from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from stage.federated.test_kills import CHANGES, NAMES
 from storm import Federation
 from verbund.errors import InputError
 from verbund.exchange.federated.policy import Policy
 from verbund.exchange.federated.privacy import Accountant, Event
 from verbund.stage.federated.offer import Offer
-
-__all__ = ["the_nursery"]
 
 
 def changes(**privacy: Any) -> dict[str, Any]:
@@ -92,16 +90,9 @@ def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> Non
     assert "δ 0.01" in problems(policy, budget=3.0, delta=0.01)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "key"),
-    [
-        ({"privacy": {"kind": "central", "sampling": "poisson"}}, "privacy.sampling"),
-    ],
-)
-def test_what_real_clients_do_not_do_is_refused(exchange: dict[str, Any], key: str, make_job: MakeJob) -> None:
-    whole = changes()
-    several = {**whole["strategy.exchange"], "clients": 3, **exchange}
-    job = make_job(changes={**whole, "strategy.exchange": several})
+def test_what_real_clients_do_not_do_is_refused(make_job: MakeJob) -> None:
+    """No server knows which of them are there, of whom each would have to be drawn by itself."""
+    job = make_job(changes=changes(sampling="poisson"))
     with pytest.raises(InputError, match="not available with real clients") as caught:
         Offer.of(job)
-    assert str(caught.value).startswith(f"job, strategy.exchange.{key}:")
+    assert str(caught.value).startswith("job, strategy.exchange.privacy.sampling:")

@@ -13,7 +13,7 @@ import torch
 
 from conftest import MLP, MakeJob, wait_for
 from federation import federation
-from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from stage.federated.test_kills import CHANGES, NAMES
 from storm import Federation
 from trained import close, newest
 from verbund.errors import InputError, JobError
@@ -25,7 +25,6 @@ from verbund.stage.federated import preflight
 from verbund.stage.federated.home import JobState
 from verbund.stage.federated.preflight import examine
 
-__all__ = ["the_nursery"]
 RunJob = Callable[..., Run]
 METHODS = [
     "fp16",

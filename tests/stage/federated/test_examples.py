@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from conftest import MLP, MakeJob, wait_for
 from federation import federation
-from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from stage.federated.test_kills import CHANGES, NAMES
 from storm import Federation
 from trained import close
 from verbund import task as tasks
@@ -30,7 +30,6 @@ from verbund.run import Run
 from verbund.stage import launch
 from verbund.stage.federated.local import Assignment
 
-__all__ = ["the_nursery"]
 RunJob = Callable[..., Run]
 DROPOUT = """
 from torch import nn

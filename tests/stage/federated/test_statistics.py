@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from conftest import MakeJob, wait_for
-from stage.federated.test_kills import CHANGES, NAMES, the_nursery
+from stage.federated.test_kills import CHANGES, NAMES
 from storm import Federation
 from verbund.data.prepare import prepare
 from verbund.errors import DataError, InputError, JobError
@@ -24,7 +24,6 @@ from verbund.observe.statistics import combined
 from verbund.stage.federated.requests import statistics_of
 from verbund.stage.federated.statistics import answer
 
-__all__ = ["the_nursery"]
 AGE = ColumnStatistics(low=0.0, high=100.0, bins=50)
 
 
