@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[LocalCluster]:
-    cluster = LocalCluster(preload=["verbund.stage.preload_divided"])
+    cluster = LocalCluster(preload=["verbund.stage.preload_divided", "dp_accounting.rdp", "dp_accounting.pld"])
     yield cluster
     cluster.close()
 

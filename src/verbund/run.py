@@ -284,6 +284,8 @@ class Run:
                 best = metric.get("best")
                 tail = f" (best {best:.6g})" if isinstance(best, int | float) and best != value else ""
                 lines.append(f"validation {name}: {value:.6g}{tail}")
+        if isinstance(privacy := summary.get("privacy"), dict):
+            lines.append(f"privacy: {privacy.get('statement')}")
         lines.append(f"run: {_from_here(self.path)}")
         if self.report.is_file():
             lines.append(f"report: {_from_here(self.report)}")

@@ -38,6 +38,7 @@ from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
+from verbund.sums import Sums
 from verbund.tables import train_densely
 from verbund.task import Task
 
@@ -347,6 +348,12 @@ class Replica:
             yield
         finally:
             self._sums.exact = False
+
+    def losses(self, batch: Batch) -> Sums:
+        """The losses of a batch's samples in training, with their graph."""
+        sums = self._forward.loss(batch, batch.ticket)
+        assert isinstance(sums, Sums), "the mesh does not divide the model"
+        return sums
 
     def dry_step(self, batch: Batch, size: int) -> None:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""

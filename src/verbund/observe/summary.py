@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verbund.observe import membership, privacy, rounds, servers, stragglers
+from verbund.observe import membership, privacy, rounds, servers, statistics, stragglers
 from verbund.observe.compression import measure as measure_compression
 from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
@@ -65,7 +65,7 @@ def summarise(
     is as `pipeline.measure` says, and None where there was none; so is `network` as `links.network` says.
     `memory_promise` says per worker which bytes of the model's state it held, and their share of what one process
     alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers`, `membership`,
-    `rounds`, `privacy` and `stragglers` as the modules of these names do.
+    `rounds`, `privacy`, `statistics` and `stragglers` as the modules of these names do.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -105,6 +105,7 @@ def summarise(
         "membership": membership.measure(journals),
         "rounds": rounds.measure(journals),
         "privacy": privacy.measure(journals),
+        "statistics": statistics.measure(journals, settings),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
