@@ -117,12 +117,13 @@ def test_all_that_are_there_had_their_turn() -> None:
     assert rounds.select(NAMES[:2], False) == [], "others may come"
     played(rounds, rounds.select(NAMES[:2], True))
     assert rounds.phase is Phase.AGGREGATING
-    rounds = begun()
+    rounds = begun(cohort=3)
     for _ in range(2):
-        played(rounds, rounds.select(NAMES[:2], False))
+        played(rounds, rounds.select(NAMES[:3], False))
         for client in under_way(rounds):
             played(rounds, rounds.report(client, 1, "failed", "RunFailed"))
-        played(rounds, rounds.select(NAMES[:2], True))
+        assert rounds.select(NAMES[:2], False) == [], "others may come"
+        played(rounds, rounds.select(NAMES[:3], False))
     assert rounds.phase is Phase.FAILED
     assert "RunFailed" in rounds.why
 

@@ -46,7 +46,7 @@ class BufferedRounds(Rounds):
             return [
                 {"event": "started", "round": self.round, "version": self.version, "client": name} for name in chosen
             ]
-        if training or not waited_enough:
+        if training or not (waited_enough or len(names) >= self.terms.cohort):
             return []
         return self.expired()  # all that are there had their turn
 

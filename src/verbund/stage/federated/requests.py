@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from verbund.comm.wire import Message
 from verbund.errors import InputError
+from verbund.exchange.federated.content import PART_BYTES
 
 
 def text(fields: Mapping[str, Any], key: str) -> str:
@@ -43,7 +47,47 @@ def facts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
     if (state := fields.get("state")) is not None:
         facts["state"] = state_of(state)
+    if (epsilon := fields.get("epsilon")) is not None:
+        if type(epsilon) is not float or not 0.0 <= epsilon < math.inf:
+            raise InputError("the ε of an update is no number")
+        facts["epsilon"] = epsilon
     return facts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A client's answer in the exchanges of secure aggregation.
+
+    Args:
+        round: in which.
+        number: of the invitation.
+        step: what it answers.
+        sha256: of what is said.
+        content: that; None if it was sent in parts before.
+    """
+
+    round: int
+    number: int
+    step: str
+    sha256: str
+    content: bytes | None
+
+
+def answer_of(message: Message) -> Answer:
+    """The one in a request.
+
+    Raises:
+        InputError: if there is none, or it is not what its name says.
+    """
+    fields, part, content = message.fields, message.arrays.get("message"), None
+    digest = text(fields, "sha256")
+    if part is not None:
+        if part.dtype.name != "uint8" or part.ndim != 1 or part.size > PART_BYTES:
+            raise InputError("a message of secure aggregation is bytes, and larger ones are sent in parts")
+        content = part.tobytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise InputError("what came is not what its name says", where=digest[:64])
+    return Answer(number(fields, "round"), number(fields, "number"), text(fields, "step"), digest, content)
 
 
 def _pair(value: Any) -> bool:
@@ -69,3 +113,40 @@ def state_of(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or len(state) > 256 or not all(numbers(value, 0) for value in state.values()):
         raise InputError("what an evaluation gave is not lists of finite numbers")
     return {str(name)[:80]: value for name, value in state.items()}
+
+
+def statistics_of(fields: Mapping[str, Any], asked: Mapping[str, int]) -> dict[str, Any]:
+    """What a client tells of its columns.
+
+    Args:
+        fields: of the request.
+        asked: the columns, with the bins of each.
+
+    Raises:
+        InputError: if it is not what was asked.
+    """
+
+    def finite(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    answer = fields.get("answer")
+    if not isinstance(answer, dict):
+        raise InputError("what is told of columns is no answer")
+    if "declined" in answer:
+        return {"declined": str(answer["declined"])[:80]}
+    columns, noise = answer.get("columns"), answer.get("noise")
+    if not isinstance(columns, dict) or columns.keys() != asked.keys() or not (noise is None or finite(noise)):
+        raise InputError("what is told of columns is not of those that were asked about")
+    for name, told in columns.items():
+        if told is None:
+            continue
+        if not isinstance(told, dict) or told.keys() != {"count", "sum", "squares", "bins"}:
+            raise InputError(f"what is told of the column `{name}` is not its sums")
+        bins = told["bins"]
+        if not isinstance(bins, list) or len(bins) != asked[name] + 2:
+            raise InputError(f"the histogram of the column `{name}` has not the bins that were asked")
+        if not all(finite(told[key]) for key in ("count", "sum", "squares")):
+            raise InputError(f"the sums of the column `{name}` are no finite numbers")
+        if not all(many is None or finite(many) for many in bins):
+            raise InputError(f"the histogram of the column `{name}` is no finite numbers")
+    return {"columns": columns, "noise": noise}
