@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -317,6 +318,9 @@ def test_a_stopped_worker_of_another_machine_is_not_waited_for(make_job: MakeJob
     out, errors = command.communicate(timeout=55)
     assert command.returncode == 3, errors
     assert time.monotonic() - began < 55
-    assert f"(pid {stopped} on 127.0.0.1) has given no sign of life for" in json.loads(out)["cause"]["what"]
+    what = json.loads(out)["cause"]["what"]
+    silent = re.search(rf"\(pid {stopped} on 127.0.0.1\) has given no sign of life for (\d+) s", what)
+    assert silent is not None, what
+    assert int(silent[1]) < 30
     ended(joiner, 0)
     assert gone([stopped], 5)
