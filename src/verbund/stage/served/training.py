@@ -101,8 +101,7 @@ class Training:
         self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
         self._ahead = self._least_ahead  # tickets that are asked for: about those of `_AHEAD_SECONDS`
         self._resting = False
-        self._asking = False
-        """Whether a question for a ticket is under way, which may wait for others."""
+        self._asking = False  # whether a question for a ticket is under way, which may wait for others
 
     def run_to_end(self) -> dict[str, Any]:
         """Works on tickets until the coordinator says that training has ended."""
