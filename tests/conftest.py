@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[LocalCluster]:
-    cluster = LocalCluster(preload=["verbund.stage.preload_divided"])
+    cluster = LocalCluster(preload=["verbund.stage.preload_divided", "dp_accounting.rdp", "dp_accounting.pld"])
     yield cluster
     cluster.close()
 
@@ -147,18 +147,16 @@ def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> 
     return run
 
 
-Struck = Callable[..., tuple[Run, str]]
+Beside = Callable[[Callable[[], object], Callable[[], Run]], Run]
 
 
 @pytest.fixture
-def struck(
-    shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Struck:
-    """Trains in the directory `run` while a function, in a thread of its own, strikes the workers: `struck(task,
-    changes, strike)` gives the run and what the user was told. A function that fails ends the run."""
+def beside(shared_cluster: LocalCluster) -> Beside:
+    """Does something in a thread while a stage runs, `beside(strike, stage)`, and gives what the stage gives. If it
+    fails, that ends the stage, and is what the test fails by."""
 
-    def train(task: str, changes: dict[str, Any], strike: Callable[[], object]) -> tuple[Run, str]:
-        job, failed, over = make_job(task, changes), list[BaseException](), threading.Event()
+    def run(strike: Callable[[], object], stage: Callable[[], Run]) -> Run:
+        failed, over = list[BaseException](), threading.Event()
 
         def struck() -> None:
             try:
@@ -169,10 +167,9 @@ def struck(
                     os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=struck, daemon=True)
-        capfd.readouterr()
         thread.start()
         try:
-            run = launch.train(job, tmp_path / "run", quiet=False)
+            result = stage()
         except Interrupted:
             if not failed:
                 raise
@@ -182,6 +179,33 @@ def struck(
             assert not thread.is_alive()
         if failed:
             raise failed[0]
+        return result
+
+    return run
+
+
+def and_end(strike: Callable[[], object]) -> Callable[[], None]:
+    """The same, and Ctrl-C after it."""
+
+    def both() -> None:
+        strike()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    return both
+
+
+Struck = Callable[..., tuple[Run, str]]
+
+
+@pytest.fixture
+def struck(beside: Beside, make_job: MakeJob, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Struck:
+    """Trains in the directory `run` while a function strikes the workers: `struck(task, changes, strike)` gives the run
+    and what the user was told."""
+
+    def train(task: str, changes: dict[str, Any], strike: Callable[[], object]) -> tuple[Run, str]:
+        job = make_job(task, changes)
+        capfd.readouterr()
+        run = beside(strike, lambda: launch.train(job, tmp_path / "run", quiet=False))
         return run, capfd.readouterr().err
 
     return train

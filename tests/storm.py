@@ -35,6 +35,8 @@ class Federation:
             self.enrolment.enrol(name, self.enrolment.invite(name, {}, 60.0).secret, identity.certificate)
             self.identities[name] = identity
         self.pids: dict[str, int] = {}
+        self.policies: dict[str, dict[str, Any]] = {}
+        """Of clients that permit more than any task."""
         self.keep = False
         """Whether all that the server ever had as files is linked in `kept`."""
 
@@ -58,7 +60,7 @@ class Federation:
                 "fingerprint": self.enrolment.identity.fingerprint,
                 "prepared": self.prepared,
                 "data": self.job.data.train,
-                "policy": {"tasks": ["*"]},
+                "policy": self.policies.get(who, {"tasks": ["*"]}),
             }
         assert self._nursery.stdin
         assert self._nursery.stdout

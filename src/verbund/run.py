@@ -270,6 +270,8 @@ class Run:
         loss = summary.get("loss") or {}
         seconds = summary.get("seconds") or {}
         facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
+        if lost := summary.get("samples_lost"):
+            facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:
             facts.append(f"training loss {last:.6g}")
         if (total := seconds.get("total")) is not None:
@@ -282,6 +284,8 @@ class Run:
                 best = metric.get("best")
                 tail = f" (best {best:.6g})" if isinstance(best, int | float) and best != value else ""
                 lines.append(f"validation {name}: {value:.6g}{tail}")
+        if isinstance(privacy := summary.get("privacy"), dict):
+            lines.append(f"privacy: {privacy.get('statement')}")
         lines.append(f"run: {_from_here(self.path)}")
         if self.report.is_file():
             lines.append(f"report: {_from_here(self.report)}")

@@ -81,7 +81,7 @@ def run(seed: int, folder: Path) -> str:
         striker.end()
         for one in striker.struck:
             print(f"    {one.at} {one.name} {one.signal.name}", flush=True)  # noqa: T201
-    if not gone(list(striker.seen), 3):
+    if not gone(list(striker.seen), 10):
         raise AssertionError("processes are left")
     counted(trained, STEPS)
     return words

@@ -91,7 +91,7 @@ def disturbed(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -
             run = launch.train(job, directory)
         finally:
             striker.end()
-            assert gone(list(striker.seen), 2), "processes are left"
+            assert gone(list(striker.seen), 10), "processes are left"
             assert _sockets(shared_cluster) == 2, "sockets are left"  # where it listens, and its warm server's line
             assert not (directory / "servers").exists()
         return run, striker

@@ -117,6 +117,20 @@ def test_prune(tmp_path: Path, keep: int, best: int | None, budget: float | None
         assert check(checkpoint.folder(tmp_path, step)) == step
 
 
+def test_what_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    old = checkpoint.folder(tmp_path, 10)
+    with checkpoint.store.held(old) as there, checkpoint.store.held(old) as twice:
+        assert there
+        assert twice
+        assert prune(tmp_path, 1) == []
+        assert check(old) == 10
+    assert prune(tmp_path, 1) == [old]
+    with checkpoint.store.held(old) as there:
+        assert not there
+
+
 def test_nothing_is_pruned_without_a_pointer(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, step)

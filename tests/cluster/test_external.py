@@ -124,7 +124,7 @@ def test_who_ends_says_why(make_job: MakeJob, tmp_path: Path) -> None:
     assert "it was told to end (SIGTERM or Ctrl-C): training goes on from the start" in errors
     for joiner in joiners:
         assert "the command is lost" in ended(joiner, 3)
-    assert gone(before, 5)
+    assert gone(before, 10)
 
 
 def test_too_few_slots(make_job: MakeJob, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_stopped_at_the_end_nothing_is_lost(make_job: MakeJob, tmp_path: Path) -
     assert run.summary["status"] == "done"
     assert run.summary["steps"] == 60
     assert any("does not tell" in warning for warning in run.summary["warnings"])
-    assert gone([*workers, server], 5)
+    assert gone([*workers, server], 10)
 
 
 def test_stopped_while_a_worker_is_killed(make_job: MakeJob, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_stopped_while_a_worker_is_killed(make_job: MakeJob, tmp_path: Path) -> 
     assert command.returncode == 3, errors
     assert "the warm server" in errors
     assert "worker 1" in errors
-    assert gone([*workers, server], 5)
+    assert gone([*workers, server], 10)
 
 
 def test_stopped_during_the_dry_run(make_job: MakeJob, tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_stopped_during_the_dry_run(make_job: MakeJob, tmp_path: Path) -> None:
     assert "does not tell that preflight 0 has ended: it is stopped" in errors
     assert "resume" not in errors
     assert not (tmp_path / "run").exists()
-    assert gone([server], 5)
+    assert gone([server], 10)

@@ -228,9 +228,11 @@ def refusing(listener: Listener, credentials: Credentials, *others: type[WireErr
     return str(refused.value)
 
 
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("abrupt", [False, True])
-def test_a_listener_that_dies_while_two_agree(abrupt: bool) -> None:
+def test_a_listener_that_dies_while_two_agree(abrupt: bool, signed: bool, tmp_path: Path) -> None:
     """Nobody has refused anything: who dials may try again."""
+    credentials = Authority(tmp_path).issue("client") if signed else SECRET
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
         def die() -> None:
@@ -244,7 +246,7 @@ def test_a_listener_that_dies_while_two_agree(abrupt: bool) -> None:
         thread = threading.Thread(target=die)
         thread.start()
         with pytest.raises(Closed):
-            dial(f"tcp:127.0.0.1:{server.getsockname()[1]}", SECRET, 5.0)
+            dial(f"tcp:127.0.0.1:{server.getsockname()[1]}", credentials, 5.0)
         thread.join()
 
 

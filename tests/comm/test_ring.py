@@ -26,6 +26,8 @@ class Store:
     def __init__(self, seconds: float = 10.0) -> None:
         self.values: dict[str, bytes] = {}
         self.changed = threading.Condition()
+        self.over = threading.Event()
+        """Whether nobody waits for the members any more."""
         self.seconds = seconds
 
     def set(self, key: str, value: bytes) -> None:
@@ -38,6 +40,11 @@ class Store:
             if not self.changed.wait_for(lambda: key in self.values, self.seconds):
                 raise RuntimeError(f"no {key}")
             return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if self.over.is_set():
+            raise RuntimeError("the era is over")
+        return all(key in self.values for key in keys)
 
 
 def members(
@@ -265,6 +272,38 @@ class TestLost:
             WireGroup(store, 0, 3, timeout=0.3)
         with pytest.raises(PeerLost, match="rank 0"):
             WireGroup(Store(seconds=0.3), 1, 2, timeout=0.3)
+
+    def test_nobody_waits_any_more(self) -> None:
+        """One of those that were to come has gone again: the others do not wait until their time is over."""
+        store = Store()
+        store.over.set()
+        begun = time.monotonic()
+        with pytest.raises(PeerLost, match="the era is over"):
+            WireGroup(store, 0, 2, timeout=20.0)
+        assert time.monotonic() - begun < 10.0
+
+    def test_cut_by_another_thread(self) -> None:
+        """Whoever waits for a member that stands still is set free, and so are the others; nothing begins any more."""
+
+        def work(member: WireGroup) -> str:
+            tensor = torch.ones(1 << 18)
+            if member.rank == 2:
+                with pytest.raises(PeerLost):
+                    member.receive(tensor, 0, 7, "what nobody sends")
+            else:
+                if member.rank == 0:
+                    threading.Timer(0.1, member.cut).start()
+                with pytest.raises(PeerLost):
+                    member.all_reduce(tensor, "a sum")
+            member.cut()
+            with pytest.raises(PeerLost):
+                member.all_reduce(tensor, "another one")
+            member.close()
+            return "free"
+
+        begun = time.monotonic()
+        assert members(3, work) == ["free"] * 3
+        assert time.monotonic() - begun < 8.0
 
     def test_another_secret(self) -> None:
         store = Store()

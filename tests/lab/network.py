@@ -7,6 +7,7 @@ and restored. All share files, processes and the clock, as hosts with a shared f
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ _SUBNETS = range(1, 250)
 _END_SECONDS = 5.0
 
 
+@functools.cache
 def missing() -> str | None:
     """Why there can be no lab here; None if there can."""
     if os.geteuid() != 0:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import Command, MakeJob, losses
-from processes import MARKED, alive, exactly, gone, pids, scaled, start_command, write_job
+from conftest import Command, MakeJob, Struck, and_end, losses, wait_for
+from processes import MARKED, alive, exactly, gone, passes, pids, scaled, write_job
+from verbund.errors import ClusterLost, Interrupted
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -32,16 +33,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def _begin(make_job: MakeJob, folder: Path, **changes: Any) -> subprocess.Popen[str]:
-    write_job(make_job, folder, {**SETTINGS, **changes}, NORMALISED)
-    return start_command(folder)
-
-
-def _end(folder: Path, command: subprocess.Popen[str], seconds: float = 60.0) -> Run:
-    """Ctrl-C, and what was trained until then against a run that nobody disturbed."""
-    command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=seconds)
-    assert command.returncode == 130, errors
+def _trained(struck: Struck, folder: Path, strike: Callable[[], object], **changes: Any) -> Run:
+    """Ctrl-C once that is done, and what was trained until then against a run that nobody disturbed."""
+    with pytest.raises(Interrupted):
+        struck(NORMALISED, {**SETTINGS, **changes}, and_end(strike))
     run = Run.open(folder / "run")
     found = losses(run)
     assert run.summary["steps"] == len(found) == run.summary["checkpoints"]["last_step"]
@@ -53,35 +48,38 @@ def _end(folder: Path, command: subprocess.Popen[str], seconds: float = 60.0) ->
     return run
 
 
-def test_scaled_up_and_down(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
-    command = _begin(make_job, tmp_path, **{"cluster.max_workers": 4, "strategy.mesh": {"data": 2}})
-    before = pids(tmp_path, 2, 60)
-    grown = scaled(tmp_path, 4)
-    assert (grown["exit"], grown["former"], grown["workers"]) == (0, 2, 4)
-    assert set(before) < set(exactly(tmp_path, 4))
-    refused = scaled(tmp_path, 5)
-    assert (refused["exit"], refused["cause"]["where"]) == (2, "arguments")
-    assert "takes 1 to 4" in refused["cause"]["what"]
-    assert scaled(tmp_path, 1)["workers"] == 1
-    last = exactly(tmp_path, 1)
-    assert scaled(tmp_path, 3)["former"] == 1
-    assert set(last) < set(exactly(tmp_path, 3))
-    run = _end(tmp_path, command)
+def test_scaled_up_and_down(struck: Struck, tmp_path: Path) -> None:
+    def strike() -> None:
+        before = pids(tmp_path, 2, 60)
+        grown = scaled(tmp_path, 4)
+        assert (grown["exit"], grown["former"], grown["workers"]) == (0, 2, 4)
+        assert set(before) < set(exactly(tmp_path, 4))
+        refused = scaled(tmp_path, 5)
+        assert (refused["exit"], refused["cause"]["where"]) == (2, "arguments")
+        assert "takes 1 to 4" in refused["cause"]["what"]
+        assert scaled(tmp_path, 1)["workers"] == 1
+        last = exactly(tmp_path, 1)
+        assert scaled(tmp_path, 3)["former"] == 1
+        assert set(last) < set(exactly(tmp_path, 3))
+
+    run = _trained(struck, tmp_path, strike, **{"cluster.max_workers": 4, "strategy.mesh": {"data": 2}})
     assert run.summary["world"] == 2
 
 
-def test_one_is_preempted(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_one_is_preempted(struck: Struck, tmp_path: Path) -> None:
     """SIGTERM to the first worker, and then to a later one: each ends by itself, and another takes its place."""
-    command = _begin(make_job, tmp_path)
-    first = pids(tmp_path, 3, 60)
-    for rank in (0, 1):
-        victim = first[rank]
-        before = exactly(tmp_path, 3)
-        os.kill(victim, signal.SIGTERM)
-        assert gone([victim], 20)
-        after = exactly(tmp_path, 3)
-        assert set(before) - {victim} < set(after)
-    run = _end(tmp_path, command)
+
+    def strike() -> None:
+        first = pids(tmp_path, 3, 60)
+        for rank in (0, 1):
+            victim = first[rank]
+            before = exactly(tmp_path, 3)
+            os.kill(victim, signal.SIGTERM)
+            assert gone([victim], 20)
+            after = exactly(tmp_path, 3)
+            assert set(before) - {victim} < set(after)
+
+    run = _trained(struck, tmp_path, strike)
     assert run.summary["attempt"] == 1
     assert sum("was asked to end" in event["why"] for event in _events(run, "replacement")) == 2
 
@@ -89,46 +87,43 @@ def test_one_is_preempted(make_job: MakeJob, tmp_path: Path, shared_cluster: Any
 @pytest.mark.parametrize(
     "strategy", [{"mesh": {"shard": 2}}, {"islands": 2, "exchange": {"name": "local_sgd", "every": 4}}]
 )
-def test_one_is_preempted_that_has_what_no_other_has(
-    strategy: dict[str, Any], make_job: MakeJob, tmp_path: Path
-) -> None:
+def test_one_is_preempted_that_has_what_no_other_has(strategy: dict[str, Any], struck: Struck, tmp_path: Path) -> None:
     """All save at the border of a step and begin again from there: no step is done twice."""
     changes = {"strategy": strategy, "strategy.mesh": strategy.get("mesh", {}), "cluster.replacements": 0}
-    write_job(make_job, tmp_path, {**changes, "train.steps": 300})
-    command = start_command(tmp_path)
-    victim = pids(tmp_path, 2, 60)[1]
-    os.kill(victim, signal.SIGTERM)
-    _, errors = command.communicate(timeout=100)
-    assert command.returncode == 0, errors
-    assert "was asked to end: training goes on from step" in errors
-    summary = Run.open(tmp_path / "run").summary
-    assert (summary["status"], summary["steps"], summary["generations"]) == ("done", 300, 2)
+
+    def strike() -> None:
+        wait_for(lambda: passes(tmp_path, 2) > 5, "some steps", 60)
+        os.kill(pids(tmp_path, 2, 60)[1], signal.SIGTERM)
+
+    run, told = struck(MARKED, {**changes, "train.steps": 100}, strike)
+    assert "was asked to end: training goes on from step" in told
+    summary = run.summary
+    assert (summary["status"], summary["steps"], summary["generations"]) == ("done", 100, 2)
     starts = [journal.steps[:, 0] for journal in _workers(tmp_path) if len(journal.steps)]
     steps = sorted({int(step) for rows in starts for step in rows})
-    assert steps == list(range(300))
+    assert steps == list(range(100))
     first = {int(step) for journal in _workers(tmp_path) if journal.generation == 1 for step in journal.steps[:, 0]}
     second = {int(step) for journal in _workers(tmp_path) if journal.generation == 2 for step in journal.steps[:, 0]}
     assert first
     assert not first & second
 
 
-def test_with_fewer_where_none_is_replaced(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
-    command = _begin(make_job, tmp_path, **{"cluster.min_workers": 2})
-    workers = pids(tmp_path, 3, 60)
-    os.kill(workers[0], signal.SIGKILL)
-    exactly(tmp_path, 2)
-    with pytest.raises(subprocess.TimeoutExpired):
-        command.communicate(timeout=1.0)
-    assert all(alive(pid) for pid in workers[1:])
-    _end(tmp_path, command)
+def test_with_fewer_where_none_is_replaced(struck: Struck, tmp_path: Path) -> None:
+    def strike() -> None:
+        workers = pids(tmp_path, 3, 60)
+        os.kill(workers[0], signal.SIGKILL)
+        exactly(tmp_path, 2)
+        done = passes(tmp_path, 2)
+        wait_for(lambda: passes(tmp_path, 2) > done + 50, "more steps of the others", 60)
+        assert all(alive(pid) for pid in workers[1:])
+
+    _trained(struck, tmp_path, strike, **{"cluster.min_workers": 2})
 
 
-def test_with_fewer_than_the_least_it_ends_with_the_first_cause(make_job: MakeJob, tmp_path: Path) -> None:
-    command = _begin(make_job, tmp_path, **{"cluster.min_workers": 3})
-    os.kill(pids(tmp_path, 3, 60)[2], signal.SIGKILL)
-    _, errors = command.communicate(timeout=60)
-    assert command.returncode == 3
-    assert "was killed by SIGKILL" in errors
+def test_with_fewer_than_the_least_it_ends_with_the_first_cause(struck: Struck, tmp_path: Path) -> None:
+    changes = {**SETTINGS, "cluster.min_workers": 3}
+    with pytest.raises(ClusterLost, match="was killed by SIGKILL"):
+        struck(NORMALISED, changes, lambda: os.kill(pids(tmp_path, 3, 60)[2], signal.SIGKILL))
 
 
 def test_refusals(make_job: MakeJob, tmp_path: Path, command: Command) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional
 
 from conftest import MLP
+from verbund import checkpoint
 from verbund.checkpoint.read import Checkpoint
-from verbund.errors import InputError
+from verbund.errors import CheckpointError, InputError
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -130,3 +131,26 @@ def test_time_ends_training(run_job: RunJob) -> None:
     run = run_job(MLP, changes)
     assert run.summary["ended_by"] == "seconds"
     assert 0.9 < run.summary["seconds"]["total"] < 10
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_chosen(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on and prunes between the look for the newest checkpoint and its use: the next one is taken."""
+    run = run_job(changes={"train.steps": 2, "checkpoint.every": 1, "checkpoint.keep": 2})
+    newest = checkpoint.newest_valid
+    older = checkpoint.folder(run.checkpoints, 1)
+    looked = 0
+
+    def late(checkpoints: Path) -> tuple[Path, list[str]]:
+        nonlocal looked
+        looked += 1
+        if looked == 1:
+            assert checkpoint.prune(checkpoints, 1) == [older]
+            return older, []
+        return newest(checkpoints)
+
+    monkeypatch.setattr(launch.checkpoint, "newest_valid", late)
+    with launch.chosen(run, None) as path:
+        assert path == checkpoint.folder(run.checkpoints, 2)
+    assert looked == 2
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1"), launch.chosen(run, 1):
+        pass

@@ -131,7 +131,7 @@ def test_one_is_stopped(struck: Struck, tmp_path: Path) -> None:
         os.kill(stopped[0], signal.SIGSTOP)
 
     run, told = struck(MARKED, SETTINGS, strike)
-    assert gone(stopped, 1)
+    assert gone(stopped, 10)
     assert run.summary["membership"]["seconds_lost"] < 15
     _check(run, told, deaths=1)
 

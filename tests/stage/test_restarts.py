@@ -45,7 +45,9 @@ def test_killed_twice(strategy: dict[str, Any], struck: Struck, tmp_path: Path) 
             os.kill(pids(tmp_path, 2, 60)[number], signal.SIGKILL)
             at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a later checkpoint", 60)
 
-    run, _ = struck(MARKED, {**SETTINGS, "strategy": strategy}, strike)
+    # Islands with rows of their own: nobody could take those of one that is left out.
+    placement = {"data.placement": "island"} if "islands" in strategy else {}
+    run, _ = struck(MARKED, {**SETTINGS, "strategy": strategy, **placement}, strike)
     summary = run.summary
     assert (summary["status"], summary["steps"], summary["generations"]) == ("done", STEPS, 3)
     assert [failure["process"] for failure in summary["failures"]].count("supervisor") == 0
@@ -65,7 +67,7 @@ def test_stopped_for_too_long(struck: Struck, tmp_path: Path) -> None:
         wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
 
     _, told = struck(MARKED, {**SETTINGS, "cluster.lost_after": 1.0}, strike)
-    assert gone(stopped, 1)
+    assert gone(stopped, 10)
     assert "no sign of life" in told
 
 

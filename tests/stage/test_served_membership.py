@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import Command, MakeJob, wait_for
-from processes import alive, exactly, gone, pids, scaled, start_command, write_job
-from verbund.errors import InputError
+from conftest import Beside, Command, MakeJob, Struck, and_end, wait_for
+from processes import MARKED, alive, exactly, gone, scaled, write_job
+from verbund.errors import InputError, Interrupted
 from verbund.run import Run
+from verbund.stage import launch
 from verbund.stage.scale import scale
 
 SERVED: dict[str, Any] = {
@@ -31,18 +31,10 @@ SERVED: dict[str, Any] = {
 }
 
 
-def _begin(make_job: MakeJob, folder: Path, count: int, *more: str, **changes: Any) -> subprocess.Popen[str]:
-    write_job(make_job, folder, {**SERVED, **changes})
-    command = start_command(folder, *more)
-    pids(folder, count, 60)
-    return command
-
-
-def _end(folder: Path, command: subprocess.Popen[str]) -> Run:
-    """Ctrl-C, and whether every ticket was done just once."""
-    command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
-    assert command.returncode == 130, errors
+def _trained(struck: Struck, folder: Path, strike: Callable[[], object], **changes: Any) -> Run:
+    """Ctrl-C once that is done, and whether every ticket was done just once."""
+    with pytest.raises(Interrupted):
+        struck(MARKED, {**SERVED, **changes}, and_end(strike))
     run = Run.open(folder / "run")
     served = run.summary["servers"]
     blocks = 4  # two layers' weights and biases
@@ -51,45 +43,49 @@ def _end(folder: Path, command: subprocess.Popen[str]) -> Run:
     return run
 
 
-def test_islands_come_and_go(make_job: MakeJob, tmp_path: Path) -> None:
-    command = _begin(make_job, tmp_path, 2)
-    first = exactly(tmp_path, 2)
-    assert scaled(tmp_path, 4)["workers"] == 4
-    four = exactly(tmp_path, 4)
-    assert set(first) < set(four)
-    os.kill(next(pid for pid in four if pid not in first), signal.SIGKILL)
-    assert set(exactly(tmp_path, 4)) > set(first)  # who came later is replaced like any other
-    answer = scaled(tmp_path, 1)
-    assert (answer["exit"], answer["former"], answer["workers"]) == (0, 4, 1)
-    (left,) = exactly(tmp_path, 1)
-    assert left in first
-    assert gone([pid for pid in four if pid != left], 10)
-    assert scaled(tmp_path, 2)["workers"] == 2
-    exactly(tmp_path, 2)
-    run = _end(tmp_path, command)
+def test_islands_come_and_go(struck: Struck, tmp_path: Path) -> None:
+    def strike() -> None:
+        first = exactly(tmp_path, 2)
+        assert scaled(tmp_path, 4)["workers"] == 4
+        four = exactly(tmp_path, 4)
+        assert set(first) < set(four)
+        os.kill(next(pid for pid in four if pid not in first), signal.SIGKILL)
+        assert set(exactly(tmp_path, 4)) > set(first)  # who came later is replaced like any other
+        answer = scaled(tmp_path, 1)
+        assert (answer["exit"], answer["former"], answer["workers"]) == (0, 4, 1)
+        (left,) = exactly(tmp_path, 1)
+        assert left in first
+        assert gone([pid for pid in four if pid != left], 10)
+        assert scaled(tmp_path, 2)["workers"] == 2
+        exactly(tmp_path, 2)
+
+    run = _trained(struck, tmp_path, strike)
     assert [workers for _, workers in run.summary["membership"]["over_time"]] == [2, 4, 1, 2]
     assert len(run.summary["membership"]["replacements"]) == 1
 
 
-def test_who_comes_after_the_first_checkpoint_was_removed(make_job: MakeJob, tmp_path: Path) -> None:
+def test_who_comes_after_the_first_checkpoint_was_removed(struck: Struck, beside: Beside, tmp_path: Path) -> None:
     """What a resumed run began with may be gone when a process takes another's place, or an island comes."""
     without = {"data.validation_fraction": 0.0, "validate.every": "epoch", "checkpoint.every": 20}
-    command = _begin(make_job, tmp_path, 2, **without)  # the best one is kept
-    wait_for(lambda: list((tmp_path / "run/checkpoints").glob("step-*")), "a checkpoint", 30)
-    command.send_signal(signal.SIGINT)
-    command.communicate(timeout=60)
-    assert command.returncode == 130
-    (source,) = (tmp_path / "run/checkpoints").glob("step-*")
-    command = start_command(tmp_path, "resume", "run")
-    two = exactly(tmp_path, 2)
-    wait_for(lambda: not source.exists(), "a newer checkpoint", 60)
-    os.kill(two[0], signal.SIGKILL)
-    assert scaled(tmp_path, 3)["workers"] == 3
-    wait_for(lambda: not alive(two[0]), "its end", 10)
-    assert len(exactly(tmp_path, 3)) == 3
-    command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
-    assert command.returncode == 130, errors
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def strike() -> None:
+        exactly(tmp_path, 2)
+        wait_for(lambda: list(checkpoints.glob("step-*")), "a checkpoint", 60)
+
+    _trained(struck, tmp_path, strike, **without)  # the best one is kept
+    (source,) = checkpoints.glob("step-*")
+
+    def strike_again() -> None:
+        two = exactly(tmp_path, 2)
+        wait_for(lambda: not source.exists(), "a newer checkpoint", 60)
+        os.kill(two[0], signal.SIGKILL)
+        assert scaled(tmp_path, 3)["workers"] == 3
+        wait_for(lambda: not alive(two[0]), "its end", 10)
+        assert len(exactly(tmp_path, 3)) == 3
+
+    with pytest.raises(Interrupted):
+        beside(and_end(strike_again), lambda: launch.resume(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

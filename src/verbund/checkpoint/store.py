@@ -13,10 +13,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,26 @@ def newest_valid(checkpoints: Path) -> tuple[Path, list[str]]:
     )
 
 
+@contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Within the block `prune` leaves a checkpoint where it is; whether it is still there.
+
+    Args:
+        path: its folder.
+    """
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield (path / MANIFEST).exists()  # it may have been removed while its lock was waited for
+    finally:
+        os.close(descriptor)
+
+
 def prune(checkpoints: Path, keep: int, best: int | None = None, budget_bytes: float | None = None) -> list[Path]:
     """Removes old checkpoints; call it after `commit`, when the pointer has moved.
 
@@ -212,7 +234,8 @@ def prune(checkpoints: Path, keep: int, best: int | None = None, budget_bytes: f
         budget_bytes: the oldest go until the rest fits. The newest and the best stay in any case.
 
     Returns:
-        The folders that were removed. What cannot be removed stays until the next time; that is no error.
+        The folders that were removed. What cannot be removed, or is being read, stays until the next time; that is no
+        error.
     """
     try:
         found = generations(checkpoints)
@@ -235,13 +258,33 @@ def prune(checkpoints: Path, keep: int, best: int | None = None, budget_bytes: f
     for path in doomed:
         grave = checkpoints / f".{path.name}.pruned"
         try:
-            # Renamed first: a crash within the removal leaves no checkpoint that looks damaged.
-            os.rename(path, grave)
+            if not _renamed(path, grave):
+                continue
             removed.append(path)
             shutil.rmtree(grave)
         except OSError:
             continue
     return removed
+
+
+def _renamed(path: Path, grave: Path) -> bool:
+    """Puts a checkpoint out of sight, so that a crash within its removal leaves none that looks damaged; False if
+    somebody is reading it."""
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        os.rename(path, grave)  # nobody reads what has no manifest
+        return True
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        os.rename(path, grave)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _partial(checkpoints: Path, step: int) -> Path:

@@ -69,6 +69,13 @@ class Keys:
         self._waiting.pop(name, None)
         self._bytes -= sum(len(key) + value.nbytes for key, value in values.items())
 
+    def forget_eras(self, what: str, before: int) -> None:
+        """Nobody asks the stores `WHAT/ERA/…` of earlier eras for anything any more."""
+        for name in {*self._values, *self._waiting}:
+            first, _, rest = name.partition("/")
+            if first == what and int(rest.partition("/")[0]) < before:
+                self.forget(name)
+
     def _compare_set(self, name: str, key: str, message: Message) -> None:
         expected, present = message.arrays["expected"], self._values[name].get(key)
         if (present is None and not expected.size) or (present is not None and np.array_equal(present, expected)):

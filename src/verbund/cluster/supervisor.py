@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from verbund.cluster import at_borders
+from verbund.cluster.at_borders import AtBorders
 from verbund.cluster.islands import Islands
 from verbund.cluster.keys import Keys
 from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
+from verbund.cluster.quorum import Quorum
 from verbund.cluster.replacements import Replacements
 from verbund.cluster.requests import Requests
 from verbund.cluster.roster import Roster, tell
@@ -53,6 +56,7 @@ class Supervisor:
             do not.
         requests: of other commands, about the members or islands.
         islands: those of a training with servers that come and go; None: they do not.
+        quorum: the islands that train alone, of which those that are lost or late are left out; None: they are not.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Supervisor:
         membership: Membership | None = None,
         requests: Requests | None = None,
         islands: Islands | None = None,
+        quorum: Quorum | None = None,
     ) -> None:
         self._cluster = cluster
         self._limits = limits
@@ -79,8 +84,12 @@ class Supervisor:
         self._lost = False
         self._replacements = replacements
         self._membership, self._requests, self._islands = membership, requests, islands
+        self._quorum = quorum
         told = {key: getattr(limits, key) for key in ("heartbeat", "orphan_grace", "lost_after")}
         self._starts = Starts(cluster, told)
+        self._borders: AtBorders | None = None
+        if quorum is not None:
+            self._borders = AtBorders(quorum, self._roster, self._keys, cluster, limits)
         self._joint: tuple[float, dict[str, Any]] | None = None
         """When the first said that all is done, where that holds for all, and what it comes to."""
         self.preempted: str | None = None
@@ -138,6 +147,7 @@ class Supervisor:
             self._start(selector)
             self._change_members()
             self._change_islands()
+            self._decide_borders()
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -179,7 +189,7 @@ class Supervisor:
                 watched.replaced = True
             elif watched.leaves:
                 watched.replaced = True
-            elif self._joint is None and self._membership is not None and not watched.replaced:
+            elif self._joint is None and not watched.replaced and self._all_come_to_the_same(watched):
                 self._joint = (watched.heard, watched.result)
         elif message.kind == "failed":
             watched.failed = True
@@ -202,6 +212,8 @@ class Supervisor:
                     self._keys.answer(watched.process.connection, message)
                 elif message.kind in ("ready", "met") and self._membership is not None:
                     self._hear_member(watched, message)
+                elif message.kind in at_borders.KINDS and self._borders is not None:
+                    self._borders.hear(watched, message)
                 else:
                     self._handle(watched.process, message)
             except Exception as error:
@@ -244,6 +256,9 @@ class Supervisor:
         if self._membership is not None:
             self._lose_member(watched, error)
             return
+        if self._quorum is not None and not self._quorum.lost(watched.process.spec.rank):
+            self._fail(watched, error, secondary=False)
+            return
         fresh = self._replacement(watched.process.spec, watched, error, charged)
         if fresh is None:
             return
@@ -269,6 +284,8 @@ class Supervisor:
                 budget.budget.explain(error)
             self._fail(watched, error, secondary=False)
             return None
+        if self._quorum is not None:  # the others have begun without it
+            fresh = [replace(spec, settings={**spec.settings, "joins": True}) for spec in fresh]
         return [self._placed(spec) for spec in fresh]
 
     def _placed(self, spec: ProcessSpec, *more: ProcessSpec) -> ProcessSpec:
@@ -302,8 +319,8 @@ class Supervisor:
 
     def _only_joins(self, watched: Watched) -> bool:
         """Whether it is started and has no place yet."""
-        membership, rank = self._membership, watched.process.spec.rank
-        return membership is not None and not watched.replaced and not membership.is_member(rank)
+        members, rank = self._membership or self._quorum, watched.process.spec.rank
+        return members is not None and not watched.replaced and not members.is_member(rank)
 
     def _lose_member(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         membership = self._membership
@@ -330,6 +347,8 @@ class Supervisor:
         if self._membership is not None:
             if not self._membership.leave(watched.process.spec.rank):
                 self._lose_member(watched, error, charged=False)
+        elif self._quorum is not None and self._quorum.leave(watched.process.spec.rank):
+            return  # it goes after the next exchange
         elif self._replacements is not None and self._replacements.units:
             self._lose(watched, error, charged=False)
         elif self.preempted is None:
@@ -393,6 +412,26 @@ class Supervisor:
                 self._replacements.add(fresh)
             self._starts.add(fresh)
 
+    # -- islands that train alone ------------------------------------------------------------------------------------
+
+    def _decide_borders(self) -> None:
+        """Answers islands that are at a border, leaves out those that do not come, and lets those go that may."""
+        if self._borders is None or self._failures or self._joint is not None:
+            return
+        try:
+            departed = self._borders.turn(closing=self._stop_sent)
+        except ClusterLost as error:
+            self._fail(None, error, secondary=False)
+            return
+        for watched in departed:
+            self._lose(watched, ClusterLost(f"{watched.process} was asked to end"), charged=False)
+
+    def _all_come_to_the_same(self, watched: Watched) -> bool:
+        """Whether what this worker has come to in the end is what all have."""
+        if self._quorum is not None:
+            return self._quorum.is_member(watched.process.spec.rank)
+        return self._membership is not None
+
     def _end_latecomers(self) -> None:
         """Ends those that were started when the others were done, and whom they wait for in vain."""
         if self._joint is None:
@@ -405,6 +444,8 @@ class Supervisor:
             meets = watched.doing == MEETING and passed > 2 * self._limits.heartbeat
             if self._membership is not None and not watched.leaves:
                 meets |= not self._membership.holds(watched.process.spec.rank)
+            if self._quorum is not None:
+                meets |= not self._quorum.is_member(watched.process.spec.rank)
             if watched.result is None and not watched.replaced and (meets or passed > self._limits.stop_grace):
                 watched.result = result
                 self._kill(watched)
@@ -479,9 +520,11 @@ class Supervisor:
                 watched.silence = error, last
                 self._lose(watched, error)
                 return
+        if self._borders is not None:
+            living = self._borders.needed(living)
         if (late := standing_still(living, self._limits.step_deadline)) is not None:
             culprit, error = late
-            if self._membership is not None and self._only_joins(culprit):
+            if self._only_joins(culprit):
                 self._lose(culprit, error)  # nobody waits for it
             else:
                 self._fail(culprit, error, secondary=False)

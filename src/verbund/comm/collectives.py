@@ -213,6 +213,11 @@ class Group:
         return torch.empty(count, dtype=dtype, device=self.device) if shared is None else shared
 
     @property
+    def root(self) -> int:
+        """The same number for all groups of this process that were made from one."""
+        return id(self._sockets)
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes that this process has handed over to collectives through shared memory, in all groups."""
         return 0 if self._host is None else self._host.moved
@@ -358,6 +363,14 @@ class Group:
         if self._host is not None:
             self._host.leave()
         self._sockets.shut()
+
+    def cut(self) -> None:
+        """Breaks off what is under way, from any thread: who waits for it, here too, meets `PeerLost`."""
+        self.leave()
+
+    def close(self) -> None:
+        """This process needs the group no more; what is under way is broken off."""
+        self.leave()
 
     def _backend(self, tensor: Tensor) -> Any:
         return self._nccl if tensor.is_cuda else self._gloo

@@ -16,7 +16,7 @@ from verbund.answer import Answer
 from verbund.checkpoint import durable
 from verbund.comm.wire import Certificates, Pinned
 from verbund.commands.options import AsJson, Debug, JobFile, Quiet, Settings, Workers, changes_of
-from verbund.errors import InputError
+from verbund.errors import ClusterLost, InputError
 from verbund.job import Job
 
 app = typer.Typer(
@@ -129,14 +129,12 @@ def client(
         taken = take_part(line, place, data, permitted, workers or 1, quiet=quiet)
     finally:
         line.close()
-    told = {
-        "status": "done" if taken.model else "stopped",
-        "rounds": taken.rounds,
-        "model": str(taken.model) if taken.model else None,
-    }
-    ended = "done" if taken.model else "the server stopped before the last round, and the same command goes on"
-    lines = [f"{ended}: updates counted in {taken.rounds} rounds"]
-    return Answer({**told, "home": str(taken.home)}, [*lines, *([f"model: {taken.model}"] if taken.model else [])])
+    if taken.model is None:
+        what = f"the server stopped before the last round; updates have counted in {taken.rounds} rounds so far"
+        raise ClusterLost(what, where="--server", fix="The same command goes on when it is back")
+    told = {"status": "done", "rounds": taken.rounds, "model": str(taken.model), "home": str(taken.home)}
+    lines = [f"done: updates counted in {taken.rounds} rounds", f"model: {taken.model}"]
+    return Answer(told, lines)
 
 
 @app.command(epilog="Example: `verbund federate enroll --name north --label region=north --out north.token`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from verbund.comm.compression.sums import CompressedSums
 from verbund.comm.compression.sums import Tensors as Stretch
 from verbund.comm.members import Members, Work
+from verbund.comm.peer_lost import PeerLost
 from verbund.exchange.outer import OuterOptimizer
 from verbund.mesh.compression import in_memory
 from verbund.mesh.data import like
@@ -30,6 +32,7 @@ class Fragment:
         kept: the share of an island's own values that stays when new common ones arrive.
         compress: how differences are compressed, if they are.
         compressed: how many of the tensors, the first ones, that is for.
+        revocable: whether an exchange may be broken off and begun again.
     """
 
     def __init__(
@@ -41,29 +44,53 @@ class Fragment:
         kept: float = 0.0,
         compress: Compress | None = None,
         compressed: int = 0,
+        revocable: bool = False,
     ) -> None:
         self.names = list(names)
         self.values = list(values)
         self.common = [value.detach().clone() for value in values]
-        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        sizes = [value.numel() for value in values]
-        device = values[0].device
-        self._sent = torch.zeros(sum(sizes) + _NUMBERS, dtype=dtype, device=device)
-        self._differences = _views(self._sent, self.values)
-        self._moments = torch.zeros(sum(sizes), dtype=dtype, device=device) if outer.momentum else None
+        self._dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+        count, device = sum(value.numel() for value in values), values[0].device
+        self._moments = torch.zeros(count, dtype=self._dtype, device=device) if outer.momentum else None
         self.moments = _views(self._moments, self.values) if self._moments is not None else []
-        self._group, self._outer, self._kept = group, outer, kept
+        self._outer, self._kept = outer, kept
+        self._compress, self._compressed, self._revocable = compress, compressed, revocable
+        self._before: list[Tensor] = []
+        """What compression kept before the exchange under way, where that may begin again."""
+        self._prepare(group)
+
+    def _prepare(self, group: Members) -> None:
+        """Room to exchange with these members; nothing is under way."""
+        self._group = group
+        sizes = [value.numel() for value in self.values]
+        self._sent = torch.zeros(sum(sizes) + _NUMBERS, dtype=self._dtype, device=self.values[0].device)
+        self._differences = _views(self._sent, self.values)
         self.sums: CompressedSums | None = None
-        count = sum(sizes[:compressed])
-        if compress is not None and count:
-            self.sums = compress(
-                [Stretch(self._sent[:count], names[:compressed], [in_memory(v) for v in values[:compressed]])]
-            )
+        count = sum(sizes[: self._compressed])
+        if self._compress is not None and count:
+            names, values = self.names[: self._compressed], self.values[: self._compressed]
+            self.sums = self._compress([Stretch(self._sent[:count], names, [in_memory(v) for v in values])])
         self._plain = self._sent[count:]
         self._compressing = False
         self._work: Work | None = None
-        self._arriving = False
+        self._arriving = self._broken = False
         self.under_way = False
+
+    @torch.no_grad()
+    def regroup(self, group: Members) -> None:
+        """Exchanges with these members from now on. What is under way counts as never begun: others may write still
+        where it lies, so that there is new room."""
+        former, kept = self.sums, self._before if self.under_way else []
+        self._before = []
+        self._prepare(group)
+        if former is not None and self.sums is not None:
+            for target, source in zip(self._kept_by(self.sums), kept or self._kept_by(former), strict=True):
+                target.copy_(source)
+            self.sums.totals = replace(former.totals, workers=group.world)
+
+    @staticmethod
+    def _kept_by(sums: CompressedSums) -> list[Tensor]:
+        return [*sums.errors().values(), *sums.warm().values()]
 
     def held_bytes(self) -> int:
         """Bytes of the common values, the room for differences, the moments, and what compression keeps."""
@@ -81,6 +108,7 @@ class Fragment:
             step: how many steps are done.
             exact: without compression.
         """
+        self.under_way = self._arriving = self._broken = True
         torch._foreach_copy_(self._differences, self.common)
         torch._foreach_sub_(self._differences, self.values)
         self._sent.mul_(weight)
@@ -88,6 +116,8 @@ class Fragment:
         self._compressing = self.sums is not None and not exact
         sent = self._sent
         if self._compressing and self.sums is not None:
+            if self._revocable:
+                self._before = [tensor.clone() for tensor in self._kept_by(self.sums)]
             self.sums.begin(step, 1.0)
             self.sums.start(0)
             self._sent[-1] = float(not self.sums.sent())
@@ -95,24 +125,31 @@ class Fragment:
         if self.sums is not None:
             self.sums.totals.plain(sent.nbytes)
         self._work = self._group.start_all_reduce(sent)
-        self.under_way = self._arriving = True
+        self._broken = False
 
     def receive(self) -> None:
-        """Waits until the sum over the islands is there."""
+        """Waits until the sum over the islands is there.
+
+        Raises:
+            PeerLost: if an island is gone.
+        """
+        if self._broken:
+            raise PeerLost("the exchange between islands could not start")
         if not self._arriving:
             return
-        self._arriving = False
+        self._arriving, self._broken = False, True
         self._group.finish(self._work, "the exchange between islands")
         self._work = None
         if self._compressing and self.sums is not None:
             weight, unfit = self._sent[-2:].tolist()
             self.sums.finish(take=weight != 0.0, finite=unfit == 0.0, unused=set())
+        self._broken = False
 
     @torch.no_grad()
     def apply(self) -> None:
         """Takes the outer optimiser's step with the mean difference, and takes its result over into the model."""
         self.receive()
-        self.under_way = False
+        self.under_way, self._before = False, []
         weight = float(self._sent[-2])
         if weight == 0.0:
             return

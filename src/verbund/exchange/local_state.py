@@ -47,11 +47,22 @@ class LocalState:
         """The step after which each fragment was last sent."""
         self.waiting: list[tuple[int, int, int]] = []
         """Exchanges under way, the oldest first: fragment, step in which it is applied, when it was begun."""
+        self.seen = [[0] * replica.mesh.islands for _ in fragments]
+        """Of each fragment the samples that each island has seen since it was last sent; the same in all islands."""
+        self.sent = [[0] * replica.mesh.islands for _ in fragments]
+        """Of each fragment that is under way the samples that were seen before it was sent."""
         self.lost = torch.zeros(2, dtype=torch.float64)
         """The losses of this island since the last exchange, and their weight."""
         self._settings, self._replica = settings, replica
         self._held = {held.name: held for held in replica.divided.trained}
-        self._island, self._islands = replica.mesh.island, replica.mesh.islands
+
+    @property
+    def _island(self) -> int:
+        return self._replica.mesh.island  # which changes as islands come and go
+
+    @property
+    def _islands(self) -> int:
+        return self._replica.mesh.islands
 
     def record(self) -> dict[str, Any]:
         """What `load` needs besides tensors, as JSON values of their own: training goes on while they are written."""
@@ -61,6 +72,8 @@ class LocalState:
             "cut": self._cut,
             "last": list(self.last),
             "waiting": [[fragment, due] for fragment, due, _ in self.waiting],
+            "seen": [list(counts) for counts in self.seen],
+            "sent": [list(counts) for counts in self.sent],
             "adaptive": self.adaptive.state() if self.adaptive is not None else None,
         }
 
@@ -68,6 +81,47 @@ class LocalState:
     def _cut(self) -> list[Any]:
         """On what it depends which tensors a fragment has."""
         return [self._settings.fragments, self._replica.strategy.axes]
+
+    # -- as islands come and go -----------------------------------------------------------------------------------
+
+    def regroup(self, former: Sequence[int | None]) -> int:
+        """Other islands take part from now on. What is under way counts as not sent.
+
+        Args:
+            former: the place that each of them had before, in their order; None: it comes back, and has nothing.
+
+        Returns:
+            the samples of those that are gone which not all of the model has learnt from.
+        """
+        every = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.seen, self.sent, strict=True)]
+        gone = set(range(len(every[0]))) - set(former)
+        self.seen = [[0 if place is None else counts[place] for place in former] for counts in every]
+        self.sent = [[0] * len(former) for _ in every]
+        return sum(max(counts[place] for counts in every) for place in gone)
+
+    def shared(self) -> dict[str, Tensor]:
+        """What all islands have alike besides the common weights, by name: the replica's own memory."""
+        found = {f"outer/{number}/{i}": m for number, f in enumerate(self.fragments) for i, m in enumerate(f.moments)}
+        for number, fragment in enumerate(self.fragments):
+            for name, q in fragment.sums.warm().items() if fragment.sums is not None else ():
+                found[f"warm/{number}/{name}"] = q
+        return found
+
+    def take(self, record: dict[str, Any]) -> list[tuple[int, int]]:
+        """Takes the place of an island among others, whose `record` this is, when the model has what they have in
+        common and `shared` has been filled. Exchanges that were under way are to begin again: fragments, and the steps
+        in which they are applied."""
+        for fragment in self.fragments:
+            fragment.begin()
+        if self.adaptive is not None:
+            self.adaptive.load(record["adaptive"])
+        self.lost.zero_()
+        self.last = [int(step) for step in record["last"]]
+        self.seen = [[int(n) for n in counts] for counts in record["seen"]]
+        self.sent = [[0] * len(counts) for counts in self.seen]
+        return [(int(fragment), int(due)) for fragment, due in record["waiting"]]
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[Piece]:
         """This worker's part of what only the exchange knows; to be asked for while the model has the common weights,
@@ -116,14 +170,17 @@ class LocalState:
         if self.adaptive is not None and record["adaptive"] is not None:
             self.adaptive.load(record["adaptive"])
         count, last = record["islands"], [int(step) for step in record["last"]]
-        if count != self._islands:
+        if count != self._islands or "seen" not in record:
             return [*notes, f"There were {count} islands: what each had learnt since the last exchange was dropped"]
+        seen, sent = record["seen"], record["sent"]
         if record.get("cut") != self._cut:
             if record["waiting"] or len(set(last)) > 1:
                 what = "The mesh or the fragments have changed"
                 return [*notes, f"{what}: what each island had learnt since the last exchange was dropped"]
-            last = last[:1] * len(self.fragments)
+            last, seen = last[:1] * len(self.fragments), seen[:1] * len(self.fragments)
+            sent = self.sent
         self.last = last
+        self.seen, self.sent = ([[int(n) for n in counts] for counts in rows] for rows in (seen, sent))
         self._load_own(checkpoint, saved)
         self._load_waiting(checkpoint, record["waiting"])
         return notes

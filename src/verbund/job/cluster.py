@@ -66,9 +66,9 @@ class Cluster(Section):
     """Seconds after the loss of the supervisor within which all workers have ended."""
     replacements: Annotated[int, Field(ge=0)] = 10
     """Losses of processes that a training survives within `replacement_window`; one more ends the run, unless
-    `min_workers` says otherwise. Where each worker has the whole model, and with parameter servers, the lost ones are
-    replaced while the others go on; where the mesh divides it, the others wait for them, and what they held comes from
-    memory (`checkpoint.mirror`); else all begin again from the newest checkpoint."""
+    `min_workers` says otherwise. Where each worker has the whole model, with parameter servers, and where islands train
+    alone, the lost ones are replaced while the others go on; where the mesh divides it, the others wait for them, and
+    what they held comes from memory (`checkpoint.mirror`); else all begin again from the newest checkpoint."""
     replacement_window: Annotated[float, Field(gt=0)] = 600.0
     """Seconds; see `replacements`."""
     min_workers: Positive | None = None

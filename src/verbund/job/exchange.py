@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from verbund.job.compression import Compression
 from verbund.job.federated import Partition, Rule, Share, exchange_problems
 from verbund.job.federated_privacy import Privacy, Secure
 from verbund.job.federated_round import Round
+from verbund.job.federated_statistics import ColumnStatistics
 from verbund.job.section import Positive, Section
 
 
@@ -42,7 +44,17 @@ class Exchange(Section):
     `delay`, else 0."""
     compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
     """local_sgd, diloco: what the differences of parameters are sent as. parameter_server: what gradients are pushed
-    as, by any method but `power_sgd`; rows of tables are cast (`fp16`, `bf16`) or travel as they are."""
+    as, by any method but `power_sgd`; rows of tables are cast (`fp16`, `bf16`) or travel as they are. federated: what
+    updates are, by any method but `power_sgd`, from the first round on."""
+    error_feedback: bool = True
+    """federated, with `compression`: each client keeps what its update leaves out, and adds it to its next one. Clients
+    that are asked rarely may do better without it."""
+    quorum: Positive | Share = 0.5
+    """local_sgd, diloco: islands that an exchange needs, or their share of all, rounded up. One that is lost or late is
+    left out as long as so many are there; with fewer the others wait for those that are to come."""
+    grace: Annotated[float, Field(ge=0.0)] = 30.0
+    """local_sgd, diloco: seconds that islands wait for a late one before they go on without it; for one that has ended
+    they do not wait."""
 
     servers: Positive = 1
     """parameter_server: processes that hold the parameters, each a part of them."""
@@ -90,6 +102,11 @@ class Exchange(Section):
     """federated, with real clients: what a server's rounds go by."""
     privacy: Annotated[Privacy, Field(examples=["central", {"kind": "central", "noise": 1.0}])] = Privacy()
     """federated: differential privacy."""
+    statistics: Annotated[
+        dict[str, ColumnStatistics], Field(examples=[{"age": {"low": 0.0, "high": 100.0, "bins": 20}}])
+    ] = {}
+    """federated, with real clients: columns of which the server asks counts, means, variances and histograms before
+    the first round; owners permit which (`statistics` of their policy), and only sums travel."""
     secure: Annotated[Secure, Field(examples=[{"threshold": 0.7}])] | None = None
     """federated: secure aggregation; a table, which may be empty."""
 
@@ -134,6 +151,10 @@ class Exchange(Section):
         """Whether islands train alone between two exchanges."""
         return self.name in ("local_sgd", "diloco")
 
+    def least(self, islands: int) -> int:
+        """local_sgd, diloco: how many of so many islands an exchange needs."""
+        return self.quorum if isinstance(self.quorum, int) else max(math.ceil(self.quorum * islands - 1e-9), 1)
+
     @property
     def served(self) -> bool:
         """Whether servers hold the parameters."""
@@ -146,8 +167,8 @@ class Exchange(Section):
 
     @property
     def protected(self) -> bool:
-        """federated: whether there is privacy or secure aggregation."""
-        return self.secure is not None or self.privacy.kind != "none"
+        """federated: whether what is added up is protected: by privacy of updates, or by secure aggregation."""
+        return self.secure is not None or self.privacy.of_updates
 
     def cohort_size(self, clients: int) -> int:
         """federated: how many of so many clients train in a round."""
@@ -190,11 +211,23 @@ class Exchange(Section):
 _LOCAL = ("local_sgd", "diloco")
 _SERVED = ("parameter_server",)
 _KEYS = {
-    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing"), _LOCAL),
-    "compression": (*_LOCAL, *_SERVED),
+    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "quorum", "grace"), _LOCAL),
+    "compression": (*_LOCAL, *_SERVED, "federated"),
+    "error_feedback": ("federated",),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
     **dict.fromkeys(
-        ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),
+        (
+            "clients",
+            "cohort",
+            "local_epochs",
+            "local_steps",
+            "rule",
+            "partition",
+            "privacy",
+            "secure",
+            "round",
+            "statistics",
+        ),
         ("federated",),
     ),
     **dict.fromkeys(

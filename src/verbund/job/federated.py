@@ -165,7 +165,7 @@ class Partition(Section):
 def exchange_problems(exchange: Exchange) -> list[str]:
     """What in the exchange `federated` does not go together; this, `job_problems` and `privacy_problems` alone say what
     excludes what."""
-    problems, rule = _protection_problems(exchange), exchange.rule
+    problems, rule = [*_protection_problems(exchange), *_compression_problems(exchange)], exchange.rule
     if exchange.local_epochs is not None and exchange.local_steps is not None:
         problems.append("give `local_epochs` or `local_steps`, not both")
     if exchange.clients is not None and exchange.cohort_size(exchange.clients) > exchange.clients:
@@ -180,10 +180,11 @@ def exchange_problems(exchange: Exchange) -> list[str]:
 def _protection_problems(exchange: Exchange) -> list[str]:
     """What the server cannot do that has protected sums of differences alone."""
     rule, privacy, secure = exchange.rule, exchange.privacy, exchange.secure
+    problems = _example_problems(rule) if privacy.kind == "examples" else []
     if not exchange.protected:
-        return []
-    problems = privacy_problems(privacy, secure)
-    what = "`secure`" if privacy.kind == "none" else f"the privacy `{privacy.kind}`"
+        return problems
+    problems += privacy_problems(privacy, secure)
+    what = f"the privacy `{privacy.kind}`" if privacy.of_updates else "`secure`"
     if rule.name not in AVERAGED:
         problems.append(f"{what} protects means of differences; `{rule.name}` needs more. Use {', '.join(AVERAGED)}")
     if rule.refuse_beyond is not None:
@@ -192,7 +193,7 @@ def _protection_problems(exchange: Exchange) -> list[str]:
         problems.append(
             "under `secure` clients count by public whole numbers: give `secure.max_weight`, not the rule's"
         )
-    if privacy.kind != "none" and rule.by_samples:
+    if privacy.of_updates and rule.by_samples:
         problems.append(f"under {what} all clients count the same: set `rule.weights` to `uniform`")
     elif secure is not None and rule.by_samples and secure.max_weight == 1:
         problems.append(
@@ -202,9 +203,45 @@ def _protection_problems(exchange: Exchange) -> list[str]:
     cohort = exchange.cohort_size(exchange.clients) if exchange.clients else exchange.cohort
     if secure is not None and isinstance(cohort, int) and cohort < secure.minimum:
         problems.append(f"a cohort of {cohort} is less than `secure.minimum`, {secure.minimum}")
-    if privacy.kind != "none" and rule.clip_norm is not None:
+    if privacy.of_updates and rule.clip_norm is not None:
         problems.append("differential privacy shortens updates itself: give `privacy.clip`, not `rule.clip_norm`")
     return problems
+
+
+def _compression_problems(exchange: Exchange) -> list[str]:
+    """What does not go with updates in fewer bytes."""
+    compression, rule, problems = exchange.compression, exchange.rule, []
+    if compression.name == "none":
+        if not exchange.error_feedback:
+            problems.append("`error_feedback` is for updates with `compression`, and there is none")
+        return problems
+    method = f"the compression `{compression.name}`"
+    if compression.name == "power_sgd":
+        problems.append("`power_sgd` needs workers that add up its factors, which clients do not do: use `top_k`")
+    if compression.warmup is not None:
+        problems.append("federated updates are compressed from the first round on: leave out `compression.warmup`")
+    if exchange.secure is not None:
+        problems.append(f"`secure` adds up whole numbers of `secure.bits`, in place of {method}: leave one of them out")
+    elif exchange.privacy.kind == "local":
+        problems.append(f"under the privacy `local` an update is mostly noise, of which {method} would leave out most")
+    if rule.name == "scaffold":
+        problems.append(f"`scaffold` also sends control variates, which {method} does not reach")
+    if rule.name == "fedbuff" and exchange.error_feedback:
+        problems.append(
+            "under `fedbuff` a client may send again before it knows whether its last update counts: set "
+            "`error_feedback = false`"
+        )
+    return problems
+
+
+def _example_problems(rule: Rule) -> list[str]:
+    if rule.name == "ditto":
+        return [
+            "under `ditto` each client trains a second model, which the privacy `examples` would have to pay for too"
+        ]
+    if rule.name == "fedbuff":
+        return ["the privacy `examples` is accounted for round by round, which `fedbuff` does not have"]
+    return []
 
 
 def too_few(rule: Rule, updates: int) -> str | None:
@@ -245,6 +282,11 @@ def job_problems(exchange: Exchange, train: Train, mesh: dict[str, int], islands
     arguments = optimizer.arguments()
     if rule.name in NEEDS_PLAIN_SGD and (arguments.get("momentum") or train.clip_norm is not None):
         problems.append(f"the rule `{rule.name}` needs plain SGD: leave out `momentum` and `train.clip_norm`")
+    if exchange.privacy.kind == "examples":
+        if train.clip_norm is not None:
+            problems.append("the privacy `examples` clips each sample's gradient: leave out `train.clip_norm`")
+        if train.objective is not None and train.objective.class_weights is not None:
+            problems.append("the privacy `examples` bounds all samples alike: leave out `class_weights`")
     if rule.name == "fednova" and (arguments.get("nesterov") or arguments.get("dampening")):
         problems.append("the rule `fednova` knows SGD with heavy-ball momentum: leave out `nesterov` and `dampening`")
     return problems

@@ -17,13 +17,15 @@ class Privacy(Section):
     kind: Literal["none", "central", "local", "distributed", "examples"] = "none"
     """`central`: updates are clipped and the server adds noise to their sum; it protects clients, and the server is
     trusted. `local`: each client adds all the noise to its own update and trusts nobody. `distributed`: each client
-    adds a share of the noise, and secure aggregation shows the sum alone. `examples` (DP-SGD, for a client's single
-    samples) is not available in jobs in this version."""
+    adds a share of the noise, and secure aggregation shows the sum alone. `examples` (DP-SGD): it protects each sample
+    of each client, from everybody: batches are drawn by Poisson sampling, a sample's gradient is clipped by itself, and
+    each local step has noise; each client keeps account for itself."""
     noise: Annotated[float, Field(gt=0.0)] = 1.0
     """Standard deviation of the noise, as a multiple of `clip`; under `distributed` that of the sum of the fewest
-    clients with which a round succeeds."""
+    clients with which a round succeeds; under `examples` that of each local step."""
     clip: Annotated[float, Field(gt=0.0)] = 1.0
-    """Updates of a larger L2 norm are shortened to this one; with `adaptive` the norm of the first round."""
+    """Updates, under `examples` gradients of single samples, of a larger L2 norm are shortened to this one; with
+    `adaptive` the norm of the first round."""
     adaptive: bool = False
     """central: the clipping norm follows a quantile of the updates' norms, estimated with noise of its own (Andrew et
     al., 2021), which costs nothing beyond `noise`."""
@@ -40,7 +42,12 @@ class Privacy(Section):
     delta: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-5
     """δ, the probability with which ε may be exceeded; below one over the number of those who are protected."""
     budget: Annotated[float, Field(gt=0.0)] | None = None
-    """ε at which training ends."""
+    """ε at which training ends; under `examples` a client's part in it."""
+
+    @property
+    def of_updates(self) -> bool:
+        """Whether it is updates that are clipped and have noise, rather than gradients or nothing."""
+        return self.kind in ("central", "local", "distributed")
 
     @model_validator(mode="after")
     def _fits(self) -> Privacy:
@@ -98,11 +105,6 @@ class Secure(Section):
 def privacy_problems(privacy: Privacy, secure: Secure | None) -> list[str]:
     """What does not go together."""
     problems = []
-    if privacy.kind == "examples":
-        problems.append(
-            "the privacy `examples` is not available in jobs; a client of your own can call "
-            "verbund.exchange.federated.privacy.ExamplePrivacy"
-        )
     if privacy.kind == "distributed" and secure is None:
         problems.append("the privacy `distributed` needs secure aggregation: add `secure = {}`")
     if privacy.sampling == "poisson" and secure is not None:

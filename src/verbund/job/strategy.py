@@ -60,6 +60,8 @@ class Strategy(Section):
                 f"`chunks` of {self.chunks} need a schedule `interleaved` or `interleaved_zero_bubble`, "
                 f"not `{self.schedule}`"
             )
+        if self.exchange.local and self.exchange.least(self.islands) > self.islands:
+            problems.append(f"a `quorum` of {self.exchange.quorum} needs more than {self.islands} islands")
         problems += self._straggler_problems()
         if problems:
             raise ValueError("\n".join(problems))

@@ -128,10 +128,7 @@ class GradientCompression:
         if lost := len(mine - taken):
             return f"{_DROPPED} of {lost} of {len(mine)} parameters, which are not compressed now"
         if former and former != self._replicas:
-            return (
-                f"What {former} workers had not sent of their gradients yet is shared out among {self._replicas}: "
-                "the sum is the same, the steps are not quite"
-            )
+            return shared_out(former, self._replicas)
         return None
 
     def _share(
@@ -154,6 +151,14 @@ class GradientCompression:
         if held.tensor_cut is None and held.rows is None:
             return WARM + name
         return WARM + name + "".join(str(box) for box, _ in held.spans())
+
+
+def shared_out(former: int, now: int) -> str:
+    """What the user is told where what was kept is divided anew."""
+    return (
+        f"What {former} workers had not sent of their gradients yet is shared out among {now}: the sum is the same, "
+        "the steps are not quite"
+    )
 
 
 def takes(settings: Compression, tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,13 +92,24 @@ class Groups:
         if self.islands.world > 1:
             self.islands.all_reduce(torch.zeros(1), what)
 
-    def gather(self, arrays: dict[str, np.ndarray[Any, Any]], what: str) -> list[dict[str, Any]]:
+    def gather(
+        self,
+        arrays: dict[str, np.ndarray[Any, Any]],
+        what: str,
+        across: Callable[[], list[dict[str, Any]]] | None = None,
+    ) -> list[dict[str, Any]]:
         """The named arrays of all workers, by rank; names, types and shapes may differ. They cross between two islands
-        once."""
-        across = self.islands.all_gather_arrays(arrays, what)
-        packed = {f"{island} {name}": array for island, own in enumerate(across) for name, array in own.items()}
+        once.
+
+        Args:
+            arrays: this worker's.
+            what: for messages.
+            across: gathers them from this worker's peers in the other islands; default: their collective.
+        """
+        across_islands = self.islands.all_gather_arrays(arrays, what) if across is None else across()
+        packed = {f"{island} {name}": array for island, own in enumerate(across_islands) for name, array in own.items()}
         rows = self.island.all_gather_arrays(packed, what)
-        found: list[dict[str, Any]] = [{} for _ in range(len(across) * len(rows))]
+        found: list[dict[str, Any]] = [{} for _ in range(len(across_islands) * len(rows))]
         for place, row in enumerate(rows):
             for key, array in row.items():
                 island, _, name = key.partition(" ")
@@ -116,7 +128,7 @@ class Groups:
     @property
     def shared_bytes(self) -> int:
         """Bytes that this process has handed over through shared memory; groups made from one have one count."""
-        return max((group.shared_bytes for group in self._collective), default=0)
+        return sum({group.root: group.shared_bytes for group in self._collective}.values())
 
     @property
     def _collective(self) -> list[Group]:

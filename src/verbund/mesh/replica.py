@@ -38,6 +38,7 @@ from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
+from verbund.sums import Sums
 from verbund.tables import train_densely
 from verbund.task import Task
 
@@ -156,7 +157,7 @@ class Replica:
             self.compression = GradientCompression(job.strategy.compression, trained, mesh, job.seed, self.shards)
         slots = TOLD * self.balance.workers
         self._sums = GradientSums(self.parameters, groups.data, self.buffers.size, beyond, self.compression, slots)
-        self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
+        self._summing = self._summed(mesh)
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
         local_logits = local is not None and divided.output_is_last
@@ -198,15 +199,20 @@ class Replica:
         """Shares the samples with these peers from now on.
 
         Args:
-            mesh: as before, one that does not divide the model.
+            mesh: as before but for the number of islands or, where it does not divide the model, of replicas.
             groups: of it.
         """
-        self.mesh, self.groups = mesh, groups
+        former, self.mesh, self.groups = self.groups, mesh, groups
         self.state = replace(self.state, mesh=mesh)
         self.division = replace(self.division, workers=mesh.size("data", "shard"))
-        self._summing = mesh.peers("islands", "data")
+        self._summing = self._summed(mesh)
         self.balance = self._balanced()
-        self._sums.regroup(groups.data, TOLD * self.balance.workers)
+        if groups.data is not former.data:
+            self._sums.regroup(groups.data, TOLD * self.balance.workers)
+
+    def _summed(self, mesh: Mesh) -> list[int]:
+        """The ranks of those that add up their gradients with this worker."""
+        return mesh.peers("data") if self.strategy.exchange.local else mesh.peers("islands", "data")
 
     def _balanced(self) -> Balance:
         joint = not self.strategy.exchange.local
@@ -342,6 +348,12 @@ class Replica:
             yield
         finally:
             self._sums.exact = False
+
+    def losses(self, batch: Batch) -> Sums:
+        """The losses of a batch's samples in training, with their graph."""
+        sums = self._forward.loss(batch, batch.ticket)
+        assert isinstance(sums, Sums), "the mesh does not divide the model"
+        return sums
 
     def dry_step(self, batch: Batch, size: int) -> None:
         """One micro-batch forward and backward and an optimiser step, alone: shows what breaks, and what is needed."""

@@ -51,13 +51,17 @@ def _added(saying: Sequence[tuple[ProcessJournal, dict[str, Any]]], how: str) ->
     def added(key: str) -> float:
         return float(sum(c[key] for _, c in mine))
 
-    steps = {j.generation: int(c["steps"]) for j, c in mine}
+    together: dict[int, int] = {}
+    for j, c in mine:
+        if c["workers"]:
+            together[j.generation] = max(int(c["steps"]), together.get(j.generation, 0))
+    steps = sum(together.values()) + sum(int(c["steps"]) for _, c in mine if not c["workers"])
     with_, without = added("bytes_with"), added("bytes_without")
     left_out, summed = added("left_out"), sum(c["summed"] / max(c["workers"], 1) for _, c in mine)
     whole = left_out + summed
     return {
         "method": method,
-        "steps": sum(steps.values()),
+        "steps": steps,
         "bytes_without": int(without),
         "bytes_with": int(with_),
         "ratio": round(without / with_, 4) if with_ else None,

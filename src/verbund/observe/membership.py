@@ -22,8 +22,11 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
     `over_time` is a list of [seconds since the run began, workers], one for each change; `eras` has the same with the
     ranks of the `members`, and `generation` and `era`, its numbers; `replacements` what was replaced and why;
     `recoveries` from where training went on where the mesh divides the model: `how`, `peers` or `mirrors`, after which
-    `step`, and how many steps were done `again`; `seconds_lost` what changes took from training (`how`); `steps_redone`
-    counts the steps that were done, and done again after a restart from a checkpoint or from mirrors.
+    `step`, and how many steps were done `again`; `islands` after which `step` islands that train alone went on without
+    those that are `out`, took in those that are `back`, and how many samples of the former the model has not learnt
+    from, as nobody had what they had learnt since the last exchange; `seconds_lost` what changes took from training
+    (`how`); `steps_redone` counts the steps that were done, and done again after a restart from a checkpoint or from
+    mirrors.
     """
     supervisors = [j for j in journals if j.role == "supervisor"]
     eras = []
@@ -55,12 +58,18 @@ def measure(journals: Sequence[ProcessJournal]) -> dict[str, Any] | None:
         how, step, again = event.get("how"), event.get("step"), event.get("again")
         if isinstance(step, int) and isinstance(again, int):
             recoveries.append({"how": str(how), "step": step, "again": again})
+    islands: list[dict[str, Any]] = []
+    for event in (event for journal in journals for event in journal.events if event["name"] == "islands"):
+        step, out, back, lost = (event.get(key) for key in ("step", "out", "back", "samples_lost"))
+        if isinstance(step, int) and isinstance(lost, int) and isinstance(out, list) and isinstance(back, list):
+            islands.append({"step": step, "out": out, "back": back, "samples_lost": lost})
     pauses, redone = _restarts(journals)
     return {
         "over_time": [[era["seconds"], era["workers"]] for era in eras],
         "eras": eras,
         "replacements": replacements,
         "recoveries": recoveries,
+        "islands": sorted(islands, key=lambda each: int(each["step"])),
         "seconds_lost": round(_recovering(journals) + pauses, 3),
         "steps_redone": redone + sum(each["again"] for each in recoveries),
         "how": HOW,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verbund.observe import membership, privacy, rounds, servers, stragglers
+from verbund.observe import membership, privacy, rounds, servers, statistics, stragglers
 from verbund.observe.compression import measure as measure_compression
 from verbund.observe.compression import measure_exchange
 from verbund.observe.directions import best, larger_is_better
@@ -54,16 +54,18 @@ def summarise(
         ended_by: which of the training's ends was reached.
         whole_curves: keep all points of the curves; otherwise at most `CURVE_POINTS`, the first and last
             among them.
-        trained: the `steps` and `samples` that the workers have counted, if they came to their end.
+        trained: the `steps`, `samples` and `samples_lost` that the workers have counted, if they came to their end.
         journals, timeline: if they were read already.
 
-    `steps` is the number of optimiser steps done, also of those that no journal has; in `loss.curve` a step's number
-    is that of its ticket, from 0. `metrics[NAME].curve` counts the steps done before the validation. `seconds` are
-    means over the workers that add up to `total`. `samples_per_second` leaves out starting and validating. `pipeline`
+    `samples` are those of all steps done, and `samples_lost` those of them that nothing was learnt from, as an island
+    that trained alone was left out with them. `steps` is the number of optimiser steps done, also of those that no
+    journal has; in `loss.curve` a step's number is that of its ticket, from 0. `metrics[NAME].curve` counts the steps
+    done before the validation. `seconds` are means over the workers that add up to `total`. `samples_per_second` leaves
+    out starting and validating. `pipeline`
     is as `pipeline.measure` says, and None where there was none; so is `network` as `links.network` says.
     `memory_promise` says per worker which bytes of the model's state it held, and their share of what one process
     alone would hold. `compression` and `exchange` are as `observe.compression` says, `servers`, `membership`,
-    `rounds`, `privacy` and `stragglers` as the modules of these names do.
+    `rounds`, `privacy`, `statistics` and `stragglers` as the modules of these names do.
     """
     journals = read(run_dir / "journal") if journals is None else journals
     timeline = merge(journals) if timeline is None else timeline
@@ -77,6 +79,7 @@ def summarise(
     generations = sorted({j.generation for j in journals})
     recorded = {"steps": int(steps[-1, 0]) + 1 if len(steps) else 0, "samples": int(steps[:, 3].sum())}
     done = {key: max(count, int((trained or {}).get(key) or 0)) for key, count in recorded.items()}
+    lost = _samples_lost(journals, trained or {})
     summary: dict[str, Any] = {
         "status": status,
         "run": str(run_dir.resolve()),
@@ -86,6 +89,7 @@ def summarise(
         "world": world if world is not None else len({j.rank for j in workers if j.generation == generations[-1]}),
         "generations": len(generations),
         **done,
+        "samples_lost": lost,
         "loss": _loss(steps, whole_curves),
         "metrics": _metrics(journals, whole_curves),
         "seconds": _seconds(timeline),
@@ -101,6 +105,7 @@ def summarise(
         "membership": membership.measure(journals),
         "rounds": rounds.measure(journals),
         "privacy": privacy.measure(journals),
+        "statistics": statistics.measure(journals, settings),
         "peak_memory_bytes": _memory(journals),
         "memory_promise": _promise(journals),
         "energy": _energy(journals),
@@ -108,7 +113,10 @@ def summarise(
         "checkpoints": _checkpoints(journals),
         "failures": failures(journals),
         "notes": notes(journals),
-        "not_measured": [*_not_recorded(done, recorded, len(steps)), *_not_measured(journals, timeline, pipeline)],
+        "not_measured": [
+            *_not_recorded(done, recorded, len(steps), lost),
+            *_not_measured(journals, timeline, pipeline),
+        ],
     }
     clean: dict[str, Any] = finite(summary)
     return clean
@@ -377,15 +385,22 @@ def _checkpoints(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
     }
 
 
-def _not_recorded(done: Mapping[str, int], recorded: Mapping[str, int], rows: int) -> list[str]:
-    """Which of the steps done the journals lack."""
+def _samples_lost(journals: Sequence[ProcessJournal], trained: Mapping[str, Any]) -> int:
+    """As the workers have counted them, or by what they have told so far."""
+    if (counted := trained.get("samples_lost")) is not None:
+        return int(counted)
+    return sum(int(event.get("samples_lost") or 0) for _, event in events(journals, "islands"))
+
+
+def _not_recorded(done: Mapping[str, int], recorded: Mapping[str, int], rows: int, gone: int) -> list[str]:
+    """Which of the steps done the journals lack, besides those of `gone` samples at most whose island was left out."""
     counted = (
         "samples are as the workers counted them" if done["samples"] > recorded["samples"] else "and so do the samples"
     )
     if lost := done["steps"] - rows:
         what = f"{lost} of {done['steps']} steps were not recorded (no space left?)"
         return [f"{what}: the loss and its curve lack them; {counted}."]
-    if lost := done["samples"] - recorded["samples"]:
+    if (lost := done["samples"] - recorded["samples"]) > gone:
         return [f"The loss of {lost} of {done['samples']} samples was not recorded (no space left?)."]
     return []
 

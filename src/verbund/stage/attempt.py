@@ -11,6 +11,7 @@ from verbund import task
 from verbund.cluster.islands import Islands
 from verbund.cluster.membership import Era, Membership
 from verbund.cluster.process import Cluster, Process, ProcessSpec
+from verbund.cluster.quorum import Quorum
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
 from verbund.cluster.supervisor import Supervisor
@@ -29,7 +30,7 @@ from verbund.run import Run
 from verbund.stage import continuing, network, refill
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
-from verbund.stage.elastic import bounds, goes_on, unscalable
+from verbund.stage.elastic import bounds, goes_on, leaves_out, unscalable
 from verbund.stage.processes import units, with_servers, with_trace, workers
 from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Promises
@@ -98,15 +99,15 @@ def attempt(
             progress.message(_regained(**fields))
         elif message.kind == "wish":
             promises.wish(fields["reason"])
+            if quorum is not None:
+                quorum.closing = True
         elif message.kind == "promise":
             promises.promise(process.spec.rank, fields["step"])
         elif message.kind == "paces":
             for text in slow.record(fields["rows"]):
-                journal.event("note", text=text)
-                progress.message(text)
+                mention(text)
         elif message.kind == "note":
-            journal.event("note", text=fields["text"])
-            progress.message(fields["text"])
+            mention(fields["text"])
 
     state = continuing.state_of(source)
     settings = settings_of(
@@ -150,15 +151,32 @@ def attempt(
     def tell_islands(ranks: list[int]) -> None:
         journal.event("membership", generation=generation, workers=len(ranks), era=0, members=ranks)
 
+    def mention(text: str) -> None:
+        journal.event("note", text=text)
+        progress.message(text)
+
+    def tell_left(era: Era, broken: bool) -> None:
+        assert quorum is not None
+        tell_era(Era(era.number, tuple(quorum.ranks())))
+        if broken:
+            promises.settle()
+
     replacements = Replacements(units(job, specs), budget, tell)
     islands = None
     if job.strategy.exchange.served and unscalable(job) is None:
         islands = Islands(replacements.units[0], job.strategy.islands, bounds(job), tell_members, tell_islands)
     membership = Membership(specs, budget, bounds(job), tell_members, tell_era) if comes_and_goes else None
 
+    quorum = None
+    if leaves_out(job):
+        exchange, islands_ = job.strategy.exchange, job.strategy.islands
+        least, size = exchange.least(islands_), job.world // islands_
+        quorum = Quorum(islands_, size, least, exchange.grace, job.cluster.step_deadline, mention, tell_left)
     requests = _requests(run) if comes_and_goes or islands is not None else None
-    supervisor = Supervisor(cluster, job.cluster, handle, interrupts, replacements, membership, requests, islands)
-    promises = Promises(job.world, supervisor.tell_all)
+    supervisor = Supervisor(
+        cluster, job.cluster, handle, interrupts, replacements, membership, requests, islands, quorum
+    )
+    promises = Promises(quorum.ranks if quorum is not None else lambda: range(job.world), supervisor.tell_all)
     status = "done"
     cause: VerbundError | None = None
     result: dict[str, Any] = {}
@@ -199,6 +217,8 @@ def attempt(
         lives = {r: replaced.get(("worker", r), 0) for r in range(job.world)}
         if membership is not None:
             lives = membership.lives()
+        if quorum is not None:
+            lives = {rank: lives[rank] for rank in quorum.ranks()}
         names = [file_name("worker", rank, generation, life) for rank, life in lives.items()]
         cause = _not_kept(run, commits, result["steps"], names)
         if cause is None and result["stopped_by"] == "interrupt":

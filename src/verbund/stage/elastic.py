@@ -25,12 +25,20 @@ def fixed(job: Job) -> str | None:
         return f"its mesh divides the model (axis {', '.join(f'`{axis}`' for axis in divides)})"
     if strategy.world == 1 and (job.cluster.max_workers or 1) == 1:
         return "it has a single worker, and `cluster.max_workers` takes no more"
-    if strategy.compression.name != "none":
-        return f"its gradients are compressed (`{strategy.compression.name}`), and each worker keeps what it left out"
-    if job.train.randomness != "sample":
-        return 'each worker draws from a generator of its own (`train.randomness = "worker"`)'
+    if (kept := _kept_by_workers(job)) is not None:
+        return kept
     if job.train.batch_norm == "global":
         return '`train.batch_norm = "global"` exchanges statistics within each forward pass'
+    return None
+
+
+def _kept_by_workers(job: Job) -> str | None:
+    """What a worker has, or has begun with, that another in its place would not; None if nothing."""
+    if job.strategy.compression.name != "none":
+        name = job.strategy.compression.name
+        return f"its gradients are compressed (`{name}`), and each worker keeps what it left out"
+    if job.train.randomness != "sample":
+        return 'each worker draws from a generator of its own (`train.randomness = "worker"`)'
     if job.data.loaders:
         return "it has loader processes (`data.loaders`)"
     return None
@@ -59,6 +67,24 @@ def goes_on(job: Job) -> bool:
     return elastic(job) or refills(job)
 
 
+def held_together(job: Job) -> str | None:
+    """Why islands that train alone do not go on without one that is lost or late; None if they do."""
+    if not job.strategy.exchange.local:
+        return f"its islands exchange by `{job.strategy.exchange.name}`"
+    if job.strategy.islands == 1:
+        return "it has one island"
+    if rows_by_island(job):
+        return 'each island has rows of its own (`data.placement = "island"`), which nobody else could take'
+    if job.cluster.replacements == 0:
+        return "no lost worker is replaced (`cluster.replacements`)"
+    return _kept_by_workers(job)
+
+
+def leaves_out(job: Job) -> bool:
+    """Whether islands that train alone go on without one that is lost or late."""
+    return held_together(job) is None
+
+
 def bounds(job: Job) -> Bounds:
     """With how many workers such a training goes on."""
     cluster, world = job.cluster, job.strategy.world
@@ -78,6 +104,12 @@ def check(job: Job) -> None:
     Raises:
         InputError: naming the key.
     """
+    exchange = job.strategy.exchange
+    for name in ("quorum", "grace"):
+        asked = getattr(exchange, name) != type(exchange).model_fields[name].default
+        if asked and (why := held_together(job)) is not None:
+            what = f"an island that is lost or late cannot be left out while this job is trained: {why}"
+            raise InputError(what, where=f"strategy.exchange.{name}", fix=_LEAVE)
     least, most, world = job.cluster.min_workers, job.cluster.max_workers, job.strategy.world
     key = "cluster.min_workers" if least is not None else "cluster.max_workers"
     if least is None and most is None:

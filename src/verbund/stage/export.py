@@ -52,7 +52,11 @@ def export(
     job = run.job
     if problems := task.check(job):
         raise JobError(problems)
-    source = launch.chosen(run, step)
+    with launch.chosen(run, step) as source:
+        return _exported(run, job, source, target, form, ema)
+
+
+def _exported(run: Run, job: Job, source: Path, target: Path, form: str | None, ema: bool) -> dict[str, Any]:
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")  # process numbers come again
     settings = {
         "job": job.resolved(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from verbund import task as tasks
 from verbund.cluster.supervisor import MEETING
 from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.collectives import Group
+from verbund.comm.members import Members
 from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup
 from verbund.comm.sockets import Sockets
@@ -29,7 +30,7 @@ from verbund.mesh.forward import Tables
 from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.randomness import BatchRandom
-from verbund.stage.elastic import goes_on, mesh_of
+from verbund.stage.elastic import goes_on, leaves_out, mesh_of
 from verbund.task import Task
 
 _EXAMPLE = 2
@@ -70,6 +71,8 @@ class Island:
     """Of this island among those that pull from the same servers, each of which is a mesh of its own."""
     era: int = 0
     """The number of the groups'; -1 of who joins: it is alone until it has a place."""
+    present: tuple[int, ...] = ()
+    """The numbers of the islands that train together, this one among them."""
     shared_before: int = 0
     """Bytes that went through shared memory in groups that were left."""
 
@@ -98,6 +101,35 @@ class Island:
         """Bytes that this process has handed over through shared memory, in all."""
         return self.shared_before + self.groups.shared_bytes
 
+    @property
+    def ranks(self) -> list[int]:
+        """The workers of all islands that train together, by their place in the mesh."""
+        size = self.mesh.size(*AXES)
+        return [number * size + place for number in self.present for place in range(size)]
+
+    def meet_islands(self, worker: Worker, era: int, members: Sequence[int]) -> None:
+        """Leaves this worker's peers in the other islands, and meets those of an era; its own island stays as it is.
+
+        Args:
+            worker: this one.
+            era: its number.
+            members: the islands, by number, this one among them.
+
+        Raises:
+            PeerLost: if one did not come, or the era is over.
+        """
+        former = self.groups.islands
+        if isinstance(former, Group):
+            self.shared_before += former.shared_bytes
+        former.cut()
+        former.close()
+        strategy = self.job.strategy.model_copy(update={"islands": len(members)})
+        size = strategy.world // len(members)
+        mesh = Mesh.of(strategy, members.index(worker.spec.rank // size) * size + worker.spec.rank % size)
+        self.groups = replace(self.groups, islands=Group.apart(0, 1, self.groups.island.device))
+        islands = _meet_islands(worker, self.job, mesh, self.groups.island.device, era, worker.ask_in(era))
+        self.mesh, self.groups, self.era = mesh, replace(self.groups, islands=islands), era
+
     def meet_anew(self, worker: Worker) -> None:
         """Leaves all groups, and forms those of the newest era.
 
@@ -110,6 +142,11 @@ class Island:
         self.mesh, self.groups, self.era = _met(worker, self.job, self.groups.island.device)
         share = worker.spec.neighbours * self.mesh.world / worker.spec.world
         self.threads = device.use_threads(self.job.cluster.threads, max(1, round(share)))
+
+    def leave_islands(self) -> None:
+        """Tells the other islands that this worker needs nothing more of them."""
+        if isinstance(self.groups.islands, WireGroup):
+            self.groups.islands.leave()
 
     @staticmethod
     def join(worker: Worker) -> Island:
@@ -134,16 +171,23 @@ class Island:
             loaders = LoaderProcesses(job.data.loaders, train_set, augmentation(job, task))
         worker.supervise()
         worker.doing("joining" if worker.joins else MEETING, 0)
-        if worker.joins:
+        trains = worker.spec.entry.startswith("verbund.stage.train")
+        if trains and leaves_out(job):
+            mesh, era = Mesh.of(job.strategy, rank), -1 if worker.joins else 0
+            groups = _meet_apart(worker, job, mesh, place, Sockets(), joins=worker.joins)
+        elif worker.joins:
             mesh, groups, era = Mesh(), Groups.alone(place), -1
-        elif goes_on(job) and not number and worker.spec.entry.startswith("verbund.stage.train"):
+        elif goes_on(job) and not number and trains:
             mesh, groups, era = _met(worker, job, place)
         else:
             mesh, era = Mesh.of(job.strategy, rank), 0
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
+        present = tuple(range(job.strategy.islands))
+        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era, present)
+        worker.at_end.append(island.leave_islands)
+        return island
 
 
 def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
@@ -174,18 +218,48 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
         except PeerLost:
             everybody.leave()
             raise
-    own = mesh.place(*AXES)
-    store = Store(worker.ask, f"island {mesh.island}", timeout)
-    island = Group(store, own, mesh.size(*AXES), place, timeout, sockets=sockets)
-    islands = WireGroup(
-        Store(worker.ask, "islands", timeout),
-        mesh.island,
-        mesh.islands,
-        str(Tcp(worker.address, 0)),
-        worker.meeting.secret,
-        timeout,
-        f"islands/{own}",
-        place,
-    )
-    worker.at_end.append(islands.leave)
-    return Groups.apart(mesh, island, islands)
+    return _meet_apart(worker, job, mesh, place, sockets)
+
+
+def _meet_apart(
+    worker: Worker, job: Job, mesh: Mesh, place: torch.device, sockets: Sockets, joins: bool = False
+) -> Groups:
+    """The groups where islands train alone: this worker's island has a group of its own.
+
+    Args:
+        worker: this one.
+        job: what is trained.
+        mesh: the axes.
+        place: where tensors lie.
+        sockets: get those of the island's own group.
+        joins: whether the other islands have begun without this one, which is to meet them later.
+    """
+    timeout, own = job.cluster.step_deadline + 60.0, mesh.place(*AXES)
+    name = f"island {mesh.island}" + (f", life {worker.spec.life}" if worker.spec.life else "")
+    address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
+    island = Group(Store(worker.ask, name, timeout), own, mesh.size(*AXES), place, timeout, address, sockets)
+    worker.stalled = sockets.stalled
+    if joins:
+        return Groups.apart(mesh, island, Group(None, 0, 1, place, timeout))
+    return Groups.apart(mesh, island, _meet_islands(worker, job, mesh, place, 0, worker.ask))
+
+
+def _meet_islands(worker: Worker, job: Job, mesh: Mesh, place: torch.device, era: int, ask: Ask) -> Members:
+    """This worker and its peers at the same place in the other islands, as they are in an era."""
+    timeout, own = job.cluster.step_deadline + 60.0, mesh.place(*AXES)
+    store = Store(ask, f"islands/{era}/{own}", timeout)
+    if mesh.islands == 1:
+        return Group(None, 0, 1, place, timeout)
+    islands: Members
+    if job.islands_apart:
+        listen, secret = str(Tcp(worker.address, 0)), worker.meeting.secret
+        islands = WireGroup(store, mesh.island, mesh.islands, listen, secret, timeout, f"islands/{own}", place)
+    else:
+        sockets = Sockets()
+        if leaves_out(job):
+            worker.cut = sockets.shut  # also while they meet
+        address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
+        islands = Group(store, mesh.island, mesh.islands, place, timeout, address, sockets)
+    if leaves_out(job):
+        worker.cut = islands.cut
+    return islands

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from verbund import checkpoint, task
 from verbund.cluster.process import Cluster
 from verbund.data import schema
 from verbund.data.prepare import Evaluated, Prepared, names_of
-from verbund.errors import ClusterLost, InputError
+from verbund.errors import CheckpointError, ClusterLost, InputError
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.observe.journal import read
@@ -119,14 +121,13 @@ def validate(
     """
     run = Run.open(Path(directory))
     job = _evaluation_job(run.job, workers, strategy, cluster)
-    source = chosen(run, step)
     known = schema.kept(run.path)
     evaluated = Evaluated(job.data.validation, "data.validation") if job.data.validation else None
     if data is not None:
         evaluated = Evaluated(_typed(data), "--data")
     if evaluated is None and not job.data.validation_fraction and job.data.train is not None:
         raise InputError("the job has no validation data", where=str(run.path), fix="Name a source with --data")
-    with before.cluster_of(job) as started:
+    with chosen(run, step) as source, before.cluster_of(job) as started:
         notify = before.notifier(quiet)
         if evaluated is None:
             prepared = before.prepared_data(job, notify, known, training=False)
@@ -202,9 +203,8 @@ def predicted(
     if live:
         _check_live(run, step)
     job = _evaluation_job(run.job, workers, strategy, cluster)
-    source = run.path if live else chosen(run, step)
     known = schema.kept(run.path)
-    with before.cluster_of(job) as started:
+    with nullcontext(run.path) if live else chosen(run, step) as source, before.cluster_of(job) as started:
         prepared = before.prepared_evaluation(
             job, Evaluated(_typed(data), "DATA", labelled=False), before.notifier(quiet), known
         )
@@ -309,16 +309,34 @@ def check(job: Job, *, quiet: bool = True) -> Facts:
         return before.dry_run(cluster, cluster.settled(job), prepared)
 
 
-def chosen(run: Run, step: int | None) -> Path:
-    """The checkpoint to evaluate, verified."""
-    if step is None:
-        path, warnings = checkpoint.newest_valid(run.checkpoints)
-        for warning in warnings:
-            print(f"verbund: {warning}", file=sys.stderr)  # noqa: T201
-        return path
-    path = checkpoint.folder(run.checkpoints, step)
-    checkpoint.verify(path)
-    return path
+@contextmanager
+def chosen(run: Run, step: int | None) -> Iterator[Path]:
+    """The checkpoint to evaluate, verified; within the block a run that goes on does not remove it.
+
+    Raises:
+        CheckpointError: if there is none that is whole.
+    """
+    while True:
+        pointed = checkpoint.store.latest(run.checkpoints)
+        path: Path | None = None
+        warnings: list[str] = []
+        try:
+            if step is None:
+                path, warnings = checkpoint.newest_valid(run.checkpoints)
+            else:
+                path = checkpoint.folder(run.checkpoints, step)
+                checkpoint.verify(path)
+        except CheckpointError:
+            if checkpoint.store.latest(run.checkpoints) == pointed:
+                raise  # else a run that goes on has saved another, and may have removed this one meanwhile
+        if path is None:
+            continue
+        with checkpoint.store.held(path) as there:
+            if there:
+                for warning in warnings:
+                    print(f"verbund: {warning}", file=sys.stderr)  # noqa: T201
+                yield path
+                return
 
 
 def _evaluation_job(

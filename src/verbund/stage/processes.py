@@ -11,6 +11,7 @@ from verbund.cluster.watched import Failed
 from verbund.errors import Interrupted, VerbundError
 from verbund.interrupts import Interrupt
 from verbund.job import Job
+from verbund.stage.elastic import leaves_out
 
 
 def supervised(cluster: Cluster, job: Job, specs: list[ProcessSpec]) -> list[dict[str, Any]]:
@@ -49,9 +50,9 @@ def with_servers(cluster: Cluster, job: Job, settings: dict[str, Any], generatio
 
 
 def units(job: Job, specs: list[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """What can only be replaced together, of a training with servers: the workers of an island; each other process by
-    itself."""
-    if not job.strategy.exchange.served:
+    """What can only be replaced together while others go on: the workers of an island, of a training with servers each
+    other process by itself."""
+    if not job.strategy.exchange.served and not leaves_out(job):
         return []
     size = job.world // job.strategy.islands
     islands: dict[int, list[ProcessSpec]] = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
 from verbund.stage import flags
+from verbund.stage.among_islands import AmongIslands
 from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation
 from verbund.stage.mirrors import Mirrors
@@ -42,6 +44,7 @@ class Steps:
         mirrors: this worker's, if there are any.
         record: what is recorded.
         state: how far the training is.
+        among: islands that come and go; None: they do not.
     """
 
     def __init__(
@@ -56,13 +59,16 @@ class Steps:
         mirrors: Mirrors | None,
         record: StepRecord,
         state: TrainingState,
+        among: AmongIslands | None = None,
     ) -> None:
         self.worker, self.island, self.replica, self.tickets = worker, island, replica, tickets
         self.job = island.job
         self.exchange, self._agreement, self.saver, self._mirrors = exchange, agreement, saver, mirrors
-        self._record, self.state = record, state
+        self._record, self.state, self._among = record, state, among
         self.journal = record.journal
-        members = worker.era.members if goes_on(self.job) else range(island.mesh.world)
+        members = worker.era.members if goes_on(self.job) else island.ranks
+        self._sizes: Sequence[int] = ()
+        """The samples that each island had in the last step."""
         self._paces = Paces(worker, island.mesh, exchange is None, members)
 
     @property
@@ -76,12 +82,14 @@ class Steps:
         Args:
             again: what is due after the last step may not have been done by all.
         """
-        state = self.state
+        state, era = self.state, self.island.era
         reason = self.tickets.lengths.reached(state.step) or self._stopped(0.0)
         self.replica.balance.begin(state.step, self.tickets.whole)
         if again:
             if state.step > state.first_step:
                 reason = self._after_step(reason)
+            if reason is None and self.island.era != era:
+                return "change"
         elif reason is not None and self.rank == 0 and self.island.era == 0:
             text = (
                 f"Nothing to do: the run has had its {reason} ({state.step} steps). Raise `train.{reason}` to train on"
@@ -105,8 +113,10 @@ class Steps:
                 if self.exchange is not None:
                     self._combine(self.exchange, sums, reason)
                 reason = self._after_step(reason)
-                if reason is None and flags.changes(sums.flags):
+                if reason is None and (flags.changes(sums.flags) or self.island.era != era):
                     return "change"
+                if self._among is not None:
+                    self._among.check_in()
         finally:
             loader.close()
         self._finish(reason)
@@ -116,7 +126,7 @@ class Steps:
         """One step, and what is recorded of it."""
         state, replica, train = self.state, self.replica, self.job.train
         step = state.step
-        sizes = self.tickets.sizes(step)
+        sizes = self._sizes = self.tickets.sizes(step)
         count = len(replica.plan(sizes, step))
         sums = replica.gradients(batches, count, step, sizes, self._flag(), self.journal)
         began = time.monotonic_ns()
@@ -199,7 +209,9 @@ class Steps:
 
     def _combine(self, exchange: LocalSteps, sums: StepSums, ends: str | None) -> None:
         """What is due between the islands after a step; where training ends here, all that is left."""
-        exchange.after(self.state.step, sums.loss, sums.weight)
+        exchange.after(self.state.step, self._sizes, sums.loss, sums.weight)
+        if self._among is not None and ends is None:
+            self._among.after_exchange()
         if ends is not None and ends != "interrupt":
             exchange.finish(self.state.step)
 
@@ -221,12 +233,14 @@ class Steps:
         step = self.state.validated = self.state.step
         start = time.monotonic_ns()
         self.worker.doing("validating", step)
-        metrics = evaluate(
+        evaluated = partial(
+            evaluate,
             self.replica,
             self.island.validation_set,
             self.island,
             lambda *at: self._record.collective(step, GATHERING, *at),
         )
+        metrics = evaluated() if self._among is None else self._among.evaluated(evaluated)
         self.journal.add("validate", step, start, time.monotonic_ns())
         if self.rank == 0:
             self.journal.event("validation", step=step, metrics=metrics)
@@ -237,6 +251,8 @@ class Steps:
         self._record.write(self.replica)  # a worker may be killed once these steps are saved: they must not be missing
         state, scale = self.state, self.replica.loss_scale
         start = time.monotonic_ns()
+        if self._among is not None:
+            self._among.ready_to_save()
         self.worker.doing("saving", state.step)
         state.saved = state.step
         self.saver.save(
@@ -250,6 +266,7 @@ class Steps:
                 state.judge,
                 exchange=self.exchange.state.record() if self.exchange is not None else None,
                 loss_scale=scale.state() if scale else None,
+                samples_lost=state.samples_lost,
             ),
             self.island.era,
         )
@@ -263,11 +280,20 @@ class Steps:
         if state.saved != state.step:
             self._save()
         self._record.write(self.replica)
-        start = time.monotonic_ns()
-        self.worker.doing("saving", state.step)
-        self.saver.wait()
-        self.journal.add("checkpoint", state.step, start, time.monotonic_ns())
+        self._wait_for_save()
+        if self._among is not None:
+            self._among.saved(self._save_again)
         if goes_on(self.job):  # whoever leaves has seen that nobody needs it any more
             self.island.groups.island.all_reduce(torch.zeros(1), "the end")
         if self.rank == 0 and state.step > state.first_step:
             self.worker.send("progress", step=state.step, loss=state.loss, samples_per_second=0.0)
+
+    def _save_again(self) -> None:
+        self._save()
+        self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        start = time.monotonic_ns()
+        self.worker.doing("saving", self.state.step)
+        self.saver.wait()
+        self.journal.add("checkpoint", self.state.step, start, time.monotonic_ns())

@@ -8,7 +8,7 @@ the last of the steps promised; those that are behind train on until there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from verbund.cluster.worker import Worker
@@ -79,23 +79,33 @@ class Promises:
     """The supervisor's side.
 
     Args:
-        workers: how many there are.
+        workers: who promises: those that train.
         tell_all: sends a message to all of them.
     """
 
-    def __init__(self, workers: int, tell_all: Callable[..., Any]) -> None:
+    def __init__(self, workers: Callable[[], Iterable[int]], tell_all: Callable[..., Any]) -> None:
         self._workers, self._tell_all = workers, tell_all
         self._steps: dict[int, int] = {}
-        self._reason: str | None = None
+        self.reason: str | None = None
+        """Why all are to stop, if a worker has asked for it."""
+        self._told = False
 
     def wish(self, reason: str) -> None:
         """A worker asks that all stop; the first reason counts."""
-        if self._reason is None:
-            self._reason = reason
+        if self.reason is None:
+            self.reason = reason
             self._tell_all("stop")
 
     def promise(self, rank: int, step: int) -> None:
         """A worker will not go beyond `step` before it knows when all stop."""
         self._steps[rank] = step
-        if len(self._steps) == self._workers:
-            self._tell_all("stop_after", step=max(self._steps.values()), reason=self._reason or "interrupt")
+        self.settle()
+
+    def settle(self) -> None:
+        """Tells all when they stop, once all have promised who train still."""
+        workers = list(self._workers())
+        if self._told or not self._steps or not all(rank in self._steps for rank in workers):
+            return
+        self._told = True
+        last = max(self._steps[rank] for rank in workers)
+        self._tell_all("stop_after", step=last, reason=self.reason or "interrupt")

@@ -17,7 +17,9 @@ from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
 from verbund.run import Run
-from verbund.stage.elastic import goes_on
+from verbund.stage.among_islands import AmongIslands
+from verbund.stage.borders import Borders, LeftOut
+from verbund.stage.elastic import goes_on, leaves_out
 from verbund.stage.island import Island, example_of
 from verbund.stage.mirrors import Mirrors
 from verbund.stage.recording import count, journal_of
@@ -50,9 +52,11 @@ def work(worker: Worker) -> dict[str, Any]:
         replica, state = _begun(worker, island)
     source = worker.settings["checkpoint"] if not (worker.joins or refilled) else None
     tickets = _tickets(island, replica)
-    exchange = None
+    borders = exchange = None
+    if leaves_out(job):
+        borders = Borders(worker, job.cluster.step_deadline + job.cluster.lost_after)
     if job.strategy.exchange.local:
-        exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
+        exchange = LocalSteps(job.strategy.exchange, replica, journal, job.seed, borders)
     dropped = restore_exchange(Path(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
@@ -60,7 +64,9 @@ def work(worker: Worker) -> dict[str, Any]:
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
-    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled)
+    training = _Training(
+        worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled, borders
+    )
     worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
     worker.at_end.insert(0, lambda: count_combined(journal, training.replica, exchange))
     if worker.joins:
@@ -109,6 +115,7 @@ class _Training:
         state: dict[str, Any],
         mirrors: Mirrors | None,
         refilled: bool,
+        borders: Borders | None = None,
     ) -> None:
         job = island.job
         self.worker, self.island, self.replica, self.journal, self.job = worker, island, replica, journal, job
@@ -118,6 +125,9 @@ class _Training:
         self.state = TrainingState(job.train, worker.settings["total_steps"], state)
         self._goes_on = goes_on(job)
         self._record = StepRecord(worker, island, journal, links, exchange, self._goes_on, self.state.samples)
+        self._among: AmongIslands | None = None
+        if borders is not None and exchange is not None:
+            self._among = AmongIslands(worker, borders, island, replica, exchange, self._record, self.state)
         self._mirrors = mirrors
         self._refilled = refilled
         """Whether it has taken the place of a lost worker, with all that that had."""
@@ -137,11 +147,13 @@ class _Training:
             try:
                 again = enter(lost)
                 enter, lost = self._regroup, False
-                if self._goes_on:
+                if self._goes_on or self._among is not None:
                     self.worker.send("met", era=self.island.era)
                 reason = self._steps().run(again)
                 if reason != "change":
                     break
+            except LeftOut:
+                enter = self._come_back
             except PeerLost:
                 if not self._goes_on or self.worker.orphaned:
                     raise
@@ -150,6 +162,7 @@ class _Training:
             "stopped_by": reason,
             "steps": self.state.step,
             "samples": self.state.samples,
+            "samples_lost": self.state.samples_lost,
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
@@ -160,7 +173,7 @@ class _Training:
             self._record.again(self._begun_with, self.state.step)
             again = True
         elif self._new:
-            again = self._regroup(lost)
+            again = self._regroup(lost) if self._among is None else self._come_back(lost)
         elif self.island.era > 0 and not refills(self.job):  # a worker was lost before all had met
             again = self._catch_up(lost=True)
         else:
@@ -183,6 +196,9 @@ class _Training:
             PeerLost: if a member is lost meanwhile, or no era has come.
             Dismissed: if this worker is no member any more.
         """
+        if self._among is not None:  # its islands have met
+            self.tickets = _tickets(self.island, self.replica)
+            return False
         limits = self.job.cluster
         if not self.worker.joins:
             self.worker.doing(MEETING, self.state.step)
@@ -205,6 +221,19 @@ class _Training:
         self.tickets = _tickets(self.island, self.replica)
         return self._catch_up(lost)
 
+    def _come_back(self, lost: bool) -> bool:
+        """Takes part again, where the others have gone on without this worker's island; see `_regroup`."""
+        assert self._among is not None
+        self.saver.wait()
+        if not self._new:
+            self._record.write(self.replica)
+        self._among.come_back()
+        self._new = False
+        self.tickets = _tickets(self.island, self.replica)
+        if self.exchange is not None and self.tickets.lengths.reached(self.state.step) is not None:
+            self.exchange.finish(self.state.step)
+        return True
+
     def _steps(self) -> Steps:
         """The training among the members that have met."""
         return Steps(
@@ -218,6 +247,7 @@ class _Training:
             self._mirrors,
             self._record,
             self.state,
+            self._among,
         )
 
     def _known(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class TrainingState:
         self.first_step = int(saved.get("first_step", self.step))
         """Where this start of the run began."""
         self.samples = int(saved.get("samples", 0))
+        self.samples_lost = int(saved.get("samples_lost", 0))
+        """Of the samples those that nothing was learnt from, as their island was left out with them."""
         self.loss = math.nan
         """Of the last step."""
         self.judge = Judge(settings, saved)
@@ -55,6 +57,7 @@ class TrainingState:
         return {
             "step": self.step,
             "samples": self.samples,
+            "samples_lost": self.samples_lost,
             "first_step": self.first_step,
             "seconds": self.seconds,
             "loss_scale": loss_scale,
@@ -78,6 +81,7 @@ class TrainingState:
         if moved:
             self.judge = Judge(self._settings, known)
         self.step, self.samples, self.first_step = step, int(known["samples"]), int(known["first_step"])
+        self.samples_lost = int(known["samples_lost"])
         self.validated = self.saved = -1  # what some have not finished is done again by all
         return moved
 

@@ -30,6 +30,9 @@ from verbund.stage.island import Island
 from verbund.stage.outputs import Outputs
 from verbund.stage.restore import restore
 
+Across = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Gathers named arrays of this worker's peers in the other islands, by island."""
+
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund validate`."""
@@ -60,7 +63,11 @@ def work(worker: Worker) -> dict[str, Any]:
 
 
 def evaluate(
-    replica: Replica, samples: Samples, island: Island, gathered: Callable[[int, int], None] = lambda *_: None
+    replica: Replica,
+    samples: Samples,
+    island: Island,
+    gathered: Callable[[int, int], None] = lambda *_: None,
+    across: Across | None = None,
 ) -> dict[str, Any]:
     """The metrics of the whole of `samples`, known to all workers.
 
@@ -69,6 +76,7 @@ def evaluate(
         samples: what it is evaluated on.
         island: who shares the work.
         gathered: is told when this worker had nothing left to do but to gather, and when all was gathered (ns).
+        across: gathers arrays of this worker's peers in the other islands; see `Groups.gather`.
 
     Returns:
         metric name to value, always with `loss`.
@@ -85,7 +93,8 @@ def evaluate(
             evaluator.add(index, output, targets, sums, batch.ids, own)
     state = evaluator.state()
     start = time.monotonic_ns()
-    states = island.groups.gather(state, "the gathering of metrics")
+    from_islands = (lambda: across(state)) if across is not None else None
+    states = island.groups.gather(state, "the gathering of metrics", from_islands)
     gathered(start, time.monotonic_ns())
     batches = math.ceil(len(samples) / job.validate_.batch)
     return evaluator.merge(states, batches=batches, samples=len(samples))

@@ -19,6 +19,7 @@ FACTS: dict[str, Any] = {
     "epsilon": None,
     "delta": None,
     "weighted": True,
+    "cohort": None,
 }
 
 
@@ -37,6 +38,9 @@ FACTS: dict[str, Any] = {
         ({"tasks": ["*"], "epsilon": 2.0}, {"epsilon": 2.0, "delta": 1e-5}, []),
         ({"tasks": ["*"], "sample_counts": False}, {}, ["policy, sample_counts"]),
         ({"tasks": ["*"], "sample_counts": False}, {"weighted": False}, []),
+        ({"tasks": ["*"], "minimum_cohort": 4}, {"cohort": 3}, ["policy, minimum_cohort"]),
+        ({"tasks": ["*"], "minimum_cohort": 3}, {"cohort": 3}, []),
+        ({"tasks": ["*"]}, {"cohort": 1}, ["policy, minimum_cohort"]),
         ({"sample_counts": False}, {}, ["policy, tasks", "policy, sample_counts"]),
     ],
 )

@@ -74,6 +74,8 @@ def test_they_learn_as_much(run_job: RunJob) -> None:
         if name == "top_k":
             assert run.summary["compression"]["ratio"] > 7
             assert run.summary["compression"]["relative_error"]["estimate"] > 0.1
+        if name == "sign":
+            assert run.summary["compression"]["steps"] == 100
     assert found["none"] > 0.9
     assert all(accuracy > found["none"] - 0.03 for accuracy in found.values()), found
 
@@ -102,7 +104,14 @@ def test_what_was_left_out_goes_on_after_a_break(run_job: RunJob) -> None:
     mesh = {"strategy.islands": 1, "strategy.exchange": "all_reduce", "strategy.mesh": {"data": 2}}
     other = launch.resume(resumed.path, {**mesh, "strategy.compression": top_k, "train.steps": 12})
     assert other.summary["steps"] == 12
-    assert not any("dropped" in note for note in other.summary.get("notes", []))
+    assert not any("dropped" in note for note in other.summary["notes"])
+    back = {**changes, "strategy.islands": 3, "strategy.mesh": {"data": 1}, "strategy.compression": "none"}
+    more = launch.resume(other.path, {**back, "train.steps": 13})
+    assert any(
+        "What 2 workers had not sent of their gradients yet is shared out among 3" in n for n in more.summary["notes"]
+    )
+    plain = launch.resume(more.path, {"strategy.exchange": {**SERVED, "servers": 2}, "train.steps": 14})
+    assert any("is dropped, as they are not compressed now" in note for note in plain.summary["notes"])
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def take_part(given: dict[str, Any]) -> dict[str, Any]:
     local = LocalTraining(replica_of(job, task), job, train_set, None, job.train.steps)
     policy = Policy(**given.get("policy", {}))
     conversation = Conversation(line, home, folder, name, policy, job, say)
+    conversation.table = Path(given["prepared"])
     conversation.begin(Direct(Training(island, local, folder / "content").do))  # type: ignore[arg-type]
     conversation.hold(lambda: False)
     line.close()

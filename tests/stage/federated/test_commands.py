@@ -18,7 +18,8 @@ from verbund.comm.wire import Pinned
 from verbund.errors import Interrupted
 from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.policy import Policy
-from verbund.stage.federated.client import take_part
+from verbund.stage.federated import client
+from verbund.stage.federated.client import Taken, take_part
 from verbund.stage.federated.home import Home
 from verbund.stage.federated.line import Line
 
@@ -73,6 +74,20 @@ def test_a_token_for_another_client_is_refused_where_one_lives(command: Command,
     assert "enrolled as `north`, and the token is for `south`" in ended.err
     token.write_text(str(federation.invite("north", {}, 60.0)))
     assert command(*client, "--token", str(token), "--patience", "1").status == 3
+
+
+def test_a_server_that_stops_early_is_told(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = Enrolment(tmp_path / "federation")
+    Home(tmp_path / "home").pin(federation.identity.fingerprint, "north")
+    taken = [Taken(2, None, tmp_path / "home"), Taken(3, tmp_path / "model.safetensors", tmp_path / "home")]
+    monkeypatch.setattr(client, "take_part", lambda *given, **more: taken.pop(0))
+    arguments = ["federate", "client", "--server", "127.0.0.1:9", "--data", "none.parquet", "--home", "home", "--json"]
+    ended = command(*arguments)
+    assert ended.status == 3
+    assert "stopped before the last round; updates have counted in 2 rounds" in ended.err
+    assert "The same command goes on" in ended.document["cause"]["fix"]
+    ended = command(*arguments)
+    assert (ended.status, ended.document["rounds"]) == (0, 3)
 
 
 def test_a_clients_public_key_is_printed_as_policies_have_it(command: Command, tmp_path: Path) -> None:

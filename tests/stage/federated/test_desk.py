@@ -286,3 +286,25 @@ def test_the_server_tells_policies_from_failures_and_whom_it_waits_for(
     lines[0].join()
     wait_for(lambda: "round 1 waits: 1 of 2 clients are there (north)" in said, "what is said")
     assert held.events("refused")[1]["keys"] == ["DataError"]
+
+
+def test_who_has_spent_its_budget_is_neither_asked_nor_waited_for(hold: Hold, tmp_path: Path) -> None:
+    """The round after begins at once with those who are left, and the training ends when too few are."""
+    held = hold(rounds=3, round={"quorum": 1, "lost_after": 5.0, "gather": 600.0})
+    lines = {name: held.client(name) for name in ("north", "south")}
+    for line in lines.values():
+        line.join()
+    for name, line in lines.items():
+        task = asked(line)
+        before = version(line, task, tmp_path / name)
+        if name == "north":
+            line.ask("report", {"round": task["round"], "state": "declined", "reason": "privacy.budget"})
+        else:
+            send(line, task, tmp_path / "content", before)
+    task = asked(lines["south"])
+    assert (task["do"], task["round"], task["members"]) == ("train", 2, 1)
+    lines["south"].ask("report", {"round": 2, "state": "declined", "reason": "privacy.budget"})
+    assert asked(lines["north"])["do"] == "evaluate"
+    assert [event["why"] for event in held.events("ended")] == ["budget"]
+    for line in lines.values():
+        line.close()

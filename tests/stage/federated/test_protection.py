@@ -157,7 +157,6 @@ def test_without_protection_nobody_needs_its_packages(tmp_path: Path) -> None:
         ({"cohort": 2, "secure": {}}, "cohort of 2 is less than `secure.minimum`"),
         ({"privacy": "distributed"}, "needs secure aggregation"),
         ({"privacy": {"kind": "central", "sampling": "poisson"}, "secure": {}}, "would tell who came"),
-        ({"privacy": "examples"}, "not available in jobs"),
         ({"rule": "fedavg", "privacy": "local"}, "all clients count the same"),
         ({"rule": "fedavg", "secure": {}}, "or raise it to the most samples"),
         ({"rule": {**UNIFORM, "clip_norm": 3.0}, "privacy": "central"}, "give `privacy.clip`"),

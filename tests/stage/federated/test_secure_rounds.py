@@ -48,6 +48,8 @@ QUICK = {"quorum": 1, "lost_after": 0.3, "gather": 20.0, "step_deadline": 20.0, 
 class Constant:
     """What trains: everything moves by one number."""
 
+    compression = None
+
     def __init__(self, shared: Mapping[str, torch.Tensor], size: float, samples: float) -> None:
         self._shared, self.size, self._samples = shared, size, samples
         self.side = SimpleNamespace(personal=[])

@@ -36,7 +36,7 @@ class Totals:
     """What compression has come to on this worker.
 
     Args:
-        workers: those who add up together.
+        workers: those who add up together; 0: each pushes its own, and no two do the same steps.
         steps: compressed ones.
         bytes_without: what the workers' all-reduces would have sent from here, by the size of what they were handed.
         bytes_with: what was sent from here, counted alike.

@@ -201,6 +201,12 @@ class WireGroup:
         for peer in self._peers.values():
             peer.flush(deadline)
 
+    def cut(self) -> None:
+        """Breaks off what is under way, from any thread: all members that wait for it meet `PeerLost`."""
+        self._lost = self._lost or PeerLost("this process has left the group")
+        for peer in self._peers.values():
+            peer.connection.end()
+
     def close(self) -> None:
         """Leaves the group; what was started is done before, or fails by its deadlines."""
         self._works.put(None)

@@ -10,6 +10,7 @@ from verbund.comm.peer_lost import PeerLost
 from verbund.comm.wire import Connection, Credentials, Deadline, WireError, dial, listen
 
 _HELLO = "member"
+_LOOK_SECONDS = 0.5
 
 
 class Store(Protocol):
@@ -18,6 +19,8 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
 
 
 def connect(
@@ -37,9 +40,13 @@ def connect(
             for other in range(rank):
                 found[other] = _dialled(store, name, rank, other, credentials, deadline, timeout)
             while missing := [other for other in range(rank + 1, world) if other not in found]:
+                left = max(0.0, deadline - time.monotonic())
                 try:
-                    connection = listener.accept(max(0.0, deadline - time.monotonic()))
+                    connection = listener.accept(min(left, _LOOK_SECONDS))
                 except Deadline:
+                    if left > _LOOK_SECONDS:
+                        _look(store, name, rank)
+                        continue
                     names = ", ".join(map(str, missing))
                     raise PeerLost(
                         f"the members of {name} did not meet within {timeout:g} s: missing ranks {names}"
@@ -56,6 +63,14 @@ def connect(
                 connection.close()
             raise
     return found
+
+
+def _look(store: Store, name: str, rank: int) -> None:
+    """Asks whether anybody waits still: the store says if the members are others by now."""
+    try:
+        store.check([f"{name}/{rank}"])
+    except (RuntimeError, WireError) as error:
+        raise PeerLost(f"the members of {name} did not meet: {error}") from error
 
 
 def _dialled(

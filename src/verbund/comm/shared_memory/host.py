@@ -69,6 +69,7 @@ class Host:
     def leave(self) -> None:
         """This process goes on with nothing that it has begun: who waits for it hears that it is gone."""
         self.arena.leave()
+        self.progress.left = True
 
     def companions(self, members: Sequence[int]) -> list[list[int]]:
         """The members of a group, by their numbers, divided by hosts; in the order of their first ones."""

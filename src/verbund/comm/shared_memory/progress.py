@@ -54,6 +54,8 @@ class Progress:
 
     def __init__(self, processes: int) -> None:
         self._lines: list[Line] = []
+        self.left = False
+        """Whether this process goes on with none of it; may be set by any thread."""
         cores = len(os.sched_getaffinity(0))
         self._tries = _TRIES if processes <= cores else _TRIES_CROWDED
 
@@ -122,6 +124,8 @@ class Progress:
             raise failed[0]
 
     def _look(self, line: Line, what: str) -> None:
+        if self.left:
+            raise PeerLost(f"{what} broke off: this process has left the group")
         # What it did last may have come in the meantime.
         if (lost := line.lost()) and not line.advance() and (lost := line.lost()):
             raise PeerLost(f"{what} broke off: {lost} gone")

@@ -9,7 +9,7 @@ from typing import Any
 
 from verbund.comm.wire.address import Tcp, Unix, parse
 from verbund.comm.wire.connection import STALL_SECONDS, Connection, Peer
-from verbund.comm.wire.credentials import Certificates, Credentials
+from verbund.comm.wire.credentials import Credentials
 from verbund.comm.wire.failure import Closed, Deadline, Refused, WireError
 from verbund.comm.wire.frames import BODY_LIMIT, HEADER_LIMIT
 from verbund.comm.wire.handshake import Trust, ask, reason
@@ -90,9 +90,8 @@ def _agreed(sock: socket.socket, where: Unix | Tcp, trust: Trust, deadline: floa
         stream, names = end.value
         return stream, names
     except (OSError, ValueError, Closed, Refused) as error:  # ssl's errors are among them
-        # An end says nothing of trust: who was there may have been killed. By an authority it may be the refusal.
+        # An end says nothing of trust: who was there may have been killed. Who does not trust says so, by an alert.
         gone = isinstance(error, Closed | ConnectionError | ssl.SSLEOFError)
-        gone = gone and not isinstance(trust.credentials, Certificates)
         raise (Closed if gone else Refused)(f"{where}: {reason(error)}") from None
     finally:
         steps.close()

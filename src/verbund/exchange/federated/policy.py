@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from verbund.errors import JobError, Problem
 from verbund.job.problems import problems
-from verbund.job.section import Positive, Section, listed
+from verbund.job.section import Names, Positive, Section, listed
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -66,6 +66,13 @@ class Policy(Section):
     """Whether the server may learn how many samples are trained on; else the job must weigh all clients alike."""
     metrics: bool = True
     """Whether sums of metrics over the own validation part may be told."""
+    statistics: Names = []
+    """Columns of which counts, sums and histograms may be told, once for each job; `*`: of any."""
+    statistics_minimum: Positive = 10
+    """Samples without which a column's sums, or a bin of its histogram, are not told."""
+    statistics_epsilon: Annotated[float, Field(gt=0.0)] | None = None
+    """Noise is added to these so that all of them together cost at most this ε, at `delta`, besides what training
+    costs; None: they are told as they are."""
 
     @staticmethod
     def read(path: Path | None) -> Policy:
@@ -93,9 +100,18 @@ class Policy(Section):
         Args:
             facts: `task` (SHA-256 of its task file), `task_at` (where it can be read), `secure` (whether aggregation
                 is), `epsilon` and `delta` (its privacy budget; None if it has none), `weighted` (whether the server
-                learns sample counts).
+                learns sample counts), `cohort` (the most clients that a round of it can have; None: nobody knows).
         """
         found = []
+        if facts["cohort"] is not None and facts["cohort"] < self.minimum_cohort:
+            found.append(
+                Problem(
+                    "policy, minimum_cohort",
+                    f"the job's rounds have at most {facts['cohort']} clients, fewer than {self.minimum_cohort}",
+                    "Ask for a larger `strategy.exchange.cohort`; or lower `minimum_cohort`, if a mean of so few may "
+                    "be told",
+                )
+            )
         if "*" not in self.tasks and facts["task"] not in self.tasks:
             found.append(
                 Problem(

@@ -49,7 +49,7 @@ class Protection:
         seed: int | None,
     ) -> None:
         self.privacy, self.secure = exchange.privacy, exchange.secure
-        self._by_samples = exchange.rule.by_samples and exchange.privacy.kind == "none"
+        self._by_samples = exchange.rule.by_samples and not exchange.privacy.of_updates
         self._seed, self.cohort, self.rate = seed, cohort, rate
         self.layout = Layout(dict(shapes))
         self.central: CentralPrivacy | None = None

@@ -72,6 +72,8 @@ class RoundJournal:
         """What clients' evaluations gave that were no part of a round."""
         self.taking_part: set[str] = set()
         """Clients that have joined, and have neither refused nor left since."""
+        self.statistics: set[str] = set()
+        """Clients that have said something of their columns, or that they do not."""
         self.evaluated: Event | None = None
         """What came of them."""
         self.uploads: dict[str, str] = {}
@@ -149,6 +151,8 @@ class RoundJournal:
             self.begun = event
         if event["event"] == "metrics":
             self.metrics.append(event)
+        if event["event"] == "statistics":
+            self.statistics.add(event["client"])
         if event["event"] == "evaluated":
             self.evaluated = event
         if event["event"] == "joined":

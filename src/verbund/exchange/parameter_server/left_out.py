@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from verbund.comm.compression.sums import MEASURED_EVERY, Totals
 from verbund.exchange.parameter_server.coded import codec_of, decode, encode
 from verbund.exchange.parameter_server.plan import Block, Plan
 from verbund.exchange.parameter_server.push import Outcome, Part
-from verbund.mesh.compression import ERROR, KIND
+from verbund.mesh.compression import ERROR, KIND, load, shared_out
 from verbund.randomness.hash import combine
 
 
@@ -40,7 +41,7 @@ class CompressedPushes:
     """
 
     def __init__(self, plan: Plan, share: int, seed: int) -> None:
-        self.totals = Totals()
+        self.totals = Totals(workers=1 if plan.rule.shared else 0)
         self.errors: dict[int, Tensor] = {}
         """By block what was left out so far, flat: of the gradients as they are used, before they are weighted."""
         self._plan, self._share, self._seed = plan, share, seed
@@ -94,6 +95,11 @@ class CompressedPushes:
         """Whether anything is left out that is kept between steps."""
         return self._plan.compression.name != "none"
 
+    def record(self, leads: bool) -> dict[str, Any]:
+        """For the journal; of the workers of an island whose steps are its own one `leads` and counts them."""
+        counts = leads or self._plan.rule.shared
+        return {"method": self._plan.compression.name, **asdict(self.totals), "steps": self.totals.steps * counts}
+
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def pieces(self, mine: Sequence[int], place: int, of: int) -> Iterator[Piece]:
@@ -110,7 +116,7 @@ class CompressedPushes:
             shape, offset, length = (of, *block.shape), (place, *block.offset), (1, *block.length)
             yield Piece(KIND, ERROR + block.name, shape, values.dtype, offset, length, values.view(length))
 
-    def load(self, checkpoint: Checkpoint, mine: Sequence[int], island: int, islands: int) -> None:
+    def load(self, checkpoint: Checkpoint, mine: Sequence[int], island: int, islands: int) -> str | None:
         """Takes up what was kept when a checkpoint was saved; of others than there are now an even share of it all.
 
         Args:
@@ -118,18 +124,26 @@ class CompressedPushes:
             mine: see `pieces`.
             island: whose worker this is.
             islands: how many there are.
+
+        Returns:
+            What the user should know, if it is not what an uninterrupted run has.
         """
+        if not self.keeps:
+            return load(checkpoint, None)
+        note = None
         saved = set(checkpoint.names(KIND))
         for number, block in self._kept(mine):
             if (name := ERROR + block.name) not in saved:
                 continue
             former = checkpoint.shape(KIND, name)[0]
             sources = [island] if former == islands else range(former)
+            note = shared_out(former, islands) if former != islands else note
             total = torch.zeros(block.length, dtype=torch.float64)
             for source in sources:
                 total += checkpoint.read(KIND, name, (source, *block.offset), (1, *block.length))[0]
             share = total if former == islands else total / islands
             self.errors[number] = share.to(_exact(block)).reshape(-1)
+        return note
 
     def _kept(self, mine: Sequence[int]) -> Iterator[tuple[int, Block]]:
         """Of these blocks those of tensors of which anything is left out."""

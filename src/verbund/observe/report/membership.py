@@ -23,8 +23,19 @@ def membership(summary: Mapping[str, Any]) -> str:
     ]
     parts = [f"<p>{prose(text)}</p>", bullets(each["why"] for each in found["replacements"][-_ROWS:])]
     parts.append(bullets(_recovered(each) for each in found.get("recoveries", [])[-_ROWS:]))
+    parts.append(bullets(_left_out(each) for each in found.get("islands", [])[-_ROWS:]))
     parts.append(table("Members over time", ("from", "workers", "which"), rows))
     return "".join(parts)
+
+
+def _left_out(each: Mapping[str, Any]) -> str:
+    said = []
+    if each["out"]:
+        said.append(f"went on without island {', '.join(map(str, each['out']))}")
+    if each["back"]:
+        said.append(f"took in island {', '.join(map(str, each['back']))}")
+    lost = f"; {each['samples_lost']} samples were lost with what it had not sent" if each["samples_lost"] else ""
+    return f"After step {each['step']} the islands {' and '.join(said) or 'met anew'}{lost}"
 
 
 def _recovered(each: Mapping[str, Any]) -> str:

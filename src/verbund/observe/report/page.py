@@ -19,6 +19,7 @@ from verbund.observe.report.network import network
 from verbund.observe.report.pipeline import pipeline
 from verbund.observe.report.rounds import rounds
 from verbund.observe.report.servers import servers
+from verbund.observe.report.statistics import statistics
 from verbund.observe.report.stragglers import stragglers
 from verbund.observe.report.text import section
 from verbund.observe.summary import failures, read_settings
@@ -78,6 +79,7 @@ def page(
         section("Parameter servers", servers(summary)),
         section("Workers that came and went", membership(summary)),
         section("Rounds", rounds(summary)),
+        section("How clients' data differ", statistics(summary)),
         section("Compressed gradients", sections.compression(summary)),
         section("Network", network(summary, settings)),
         section("Bytes, memory, energy", sections.costs(summary)),

@@ -32,6 +32,8 @@ def rounds(summary: Mapping[str, Any]) -> str:
     ]
     head = ("round", "clients", "refused", "weights", "loss", "norm", "agreement", "staleness")
     parts = [f"<p>{prose(_sentence(found))}</p>"]
+    if isinstance(privacy := summary.get("privacy"), Mapping):
+        parts.append(f"<p>Privacy: {prose(privacy.get('statement'))}</p>")
     parts.append(table("The last rounds", head, rows))
     histogram = (found.get("participation") or {}).get("histogram")
     if histogram:

@@ -27,7 +27,7 @@ from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.stage.federated import evaluation
 from verbund.stage.federated.conversation import number_of
-from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
+from verbund.stage.federated.files import AUX, CODED, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.orders import Order, obey
 
@@ -112,7 +112,13 @@ class Aggregator:
         return {"sha256": self._versions.put(version), "rule": self._versions.put(packed(rule=rule.state()))}
 
     def _update(self, facts: dict[str, Any], screening: Screening) -> Update:
-        difference, aux = unpacked(self._updates.path(facts["sha256"]), DIFFERENCE, AUX)
+        path, compression = self._updates.path(facts["sha256"]), self._local.compression
+        groups = (DIFFERENCE, AUX) if compression is None else (DIFFERENCE, AUX, CODED)
+        difference, aux, *coded = unpacked(path, *groups)
+        if compression is not None:
+            if odd := difference.keys() - set(self._local.side.plain):
+                raise Refused(f"`{min(odd)}` is not compressed, as the job asks")
+            difference |= compression.decode(coded[0], self._first)
         sums = {name: (float(total), float(weight)) for name, (total, weight) in facts["sums"].items()}
         update = Update(difference, facts["weight"], facts["base_version"], facts["local_steps"], aux, sums)
         return screening.checked(update)

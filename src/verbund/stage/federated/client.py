@@ -89,6 +89,7 @@ def take_part(line: Line, home: Home, data: str, policy: Policy, workers: int = 
                 home.note("refused", error=error.record())
                 raise
             conversation = Conversation(line, home, folder, joined.name, policy, job, notify)
+            conversation.table = Path(prepared.train) if prepared.train is not None else None
             return _Client(job, prepared, home, folder, conversation, notify).run(cluster, interrupts)
 
 

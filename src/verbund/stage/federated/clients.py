@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from verbund.exchange.federated.client_side import Memory
+from verbund.exchange.federated.compressed import UpdateCompression
 from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.update import Update
 from verbund.stage.federated.local import Assignment, LocalTraining
@@ -24,6 +26,26 @@ class Clients(Protocol):
             memories: what clients kept, by number; who is not in it kept nothing.
         """
         ...
+
+
+class Compressing:
+    """Clients whose updates come as a server makes them of compressed ones.
+
+    Args:
+        clients: that train.
+        compression: of their updates.
+    """
+
+    def __init__(self, clients: Clients, compression: UpdateCompression) -> None:
+        self._clients, self._compression = clients, compression
+
+    def train(self, assignments: Sequence[Assignment], memories: Mapping[int, Memory]) -> Iterator[Trained]:
+        """See `Clients.train`."""
+        trained = self._clients.train(assignments, memories)
+        for assignment, (update, kept) in zip(assignments, trained, strict=True):
+            memory = memories.get(assignment.client, {})
+            coded = self._compression.encode(update.difference, memory, assignment.client, assignment.round)
+            yield replace(update, difference=coded.difference), {**kept, **coded.kept}
 
 
 class Resident:

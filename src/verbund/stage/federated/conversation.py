@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from collections.abc import Callable
 from datetime import datetime
@@ -13,7 +14,8 @@ from verbund.comm.wire import Message
 from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.policy import Policy
 from verbund.job import Job
-from verbund.stage.federated.desk import failure_of
+from verbund.stage.federated import statistics
+from verbund.stage.federated.desk import OUT_OF_BUDGET, failure_of
 from verbund.stage.federated.home import Home, JobState
 from verbund.stage.federated.line import Line
 from verbund.stage.federated.orders import Orders
@@ -55,6 +57,8 @@ class Conversation:
         self.outcome: str | None = None
         """How the training ended: done, or stopped by the server; None while it goes on."""
         self.model: Path | None = None
+        self.table: Path | None = None
+        """The owner's samples, if they lie in a table."""
 
     @property
     def counted(self) -> int:
@@ -102,6 +106,8 @@ class Conversation:
                     self._answer(self._secure, task, message)
                 case "evaluate":
                     self._evaluate(task)
+                case "statistics":
+                    self._statistics()
                 case "end":
                     self._end(task)
                     self._line.leave()
@@ -131,7 +137,6 @@ class Conversation:
         except InputError as error:
             self._fail(round_, error)
             return
-        released = self._state.release() if self._noisy else 0
         try:
             done = self._do(
                 {
@@ -143,15 +148,14 @@ class Conversation:
                     "memory": str(self._state.memory) if self._state.memory.exists() else None,
                     "keep": str(self._state.next_memory),
                     "evaluate": self._told,
-                    "released": released,
+                    "spent": self._state.spent,
+                    "secret": secrets.token_hex(32),
                     "members": members,
                 }
             )
         except Interrupted:
             raise
         except ClusterLost as error:  # others take their places, and the server still waits for this client
-            if self._noisy:
-                self._state.release(-1)  # nothing of it has left
             self._home.note("lost", round=round_, error=error.record())
             self._notify(f"round {round_} begins anew here: {error}")
             return
@@ -159,13 +163,12 @@ class Conversation:
             self._fail(round_, error)
             return
         if (spent := done.get("spent")) is not None:
-            self._state.release(-1)
             self._notify(f"round {round_} is declined: one more update would exceed the privacy budget. {spent}")
             self._home.note("declined", round=round_, why=f"privacy: {spent}", server=self._line.head)
-            self._line.ask("report", {"round": round_, "state": "declined", "reason": "privacy.budget"})
+            self._line.ask("report", {"round": round_, "state": "declined", "reason": OUT_OF_BUDGET})
             return
         facts = {**done["facts"], "round": round_, "seconds": done["seconds"]}
-        self._state.trained(facts, bool(done["kept"]))
+        self._state.trained(facts, bool(done["kept"]), done.get("account"))
         self._deliver()
 
     def _deliver(self) -> None:
@@ -175,6 +178,8 @@ class Conversation:
         content, digest = self._state.content, facts["sha256"]
         told = {key: value for key, value in facts.items() if key not in _OWN}
         told["sha256"] = facts.get("token", digest)  # of an update that nobody sees not even the hash
+        if not self._policy.sample_counts:
+            told.pop("epsilon", None)  # it follows from how many there are
         for _ in range(_DELIVERIES):
             if self._secure is None and content.whole(digest):
                 self._line.send(digest, content)
@@ -199,8 +204,10 @@ class Conversation:
             server=self._line.head,
         )
         self._state.settled(counts)
+        epsilon = facts.get("epsilon")
+        noise = "" if epsilon is None else f", ε {epsilon:.3f} spent"
         sent = "in the sum" if "token" in facts and counts else f"{facts['bytes']} bytes"
-        self._notify(f"round {facts['round']}: {sent} after {facts['seconds']:.1f} s{why}")
+        self._notify(f"round {facts['round']}: {sent} after {facts['seconds']:.1f} s{noise}{why}")
 
     def _answer(self, secure: SecurePart, task: dict[str, Any], message: Message) -> None:
         """Answers a message of secure aggregation, or says that it will not."""
@@ -237,6 +244,20 @@ class Conversation:
             state = self._do(order)["state"]
         self._line.ask("metrics", {"version": int(task["version"]), "state": state})
 
+    def _statistics(self) -> None:
+        """Tells what the owner permits of the columns; the same whenever it is asked again."""
+        told = self._state.statistics
+        if told is None:
+            try:
+                told = statistics.answer(self._job, self.table, self._policy)
+            except VerbundError as error:
+                self._notify(f"statistics are declined: {error}")
+                told = {"declined": failure_of(error)}
+            self._state.answered(told)
+            self._home.note("statistics", told=told, server=self._line.head)
+            self._notify(f"statistics: {told.get('declined') or ', '.join(told['columns'])}")
+        self._line.ask("statistics", {"answer": told})
+
     def _end(self, task: dict[str, Any]) -> None:
         if task.get("done"):
             self._line.fetch(task["sha256"], int(task["size"]), self._state.content)
@@ -249,14 +270,9 @@ class Conversation:
         self._home.note("ended", done=bool(task.get("done")), server=self._line.head)
 
     @property
-    def _noisy(self) -> bool:
-        """Whether nothing leaves this client without noise."""
-        return self._job.strategy.exchange.privacy.kind == "local"
-
-    @property
     def _told(self) -> bool:
         """Whether the server hears of metrics."""
-        noisy = self._job.strategy.exchange.privacy.kind in ("local", "distributed")
+        noisy = self._job.strategy.exchange.privacy.kind in ("local", "distributed", "examples")
         return self._policy.metrics and self._job.data.validation_fraction > 0 and not noisy
 
     def _do(self, order: dict[str, Any]) -> dict[str, Any]:

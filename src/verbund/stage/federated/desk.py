@@ -10,6 +10,7 @@
     secure   round, number, step, sha256, message   an answer in the exchanges of secure aggregation
     report   round, state, reason                   no update will come
     metrics  version, state                         what an evaluation gave
+    statistics  answer                              what its columns sum up to, or why that is not told
     leave    -                                      it has heard of the end
 
 All of them may come again and change nothing then. Every answer has the head of the audit log.
@@ -33,12 +34,14 @@ from verbund.exchange.federated.round import Answer, Phase
 from verbund.exchange.federated.round_journal import RoundJournal
 from verbund.job import Round
 from verbund.stage.federated.offer import Offer
-from verbund.stage.federated.requests import answer_of, facts_of, number, state_of, text
+from verbund.stage.federated.requests import answer_of, facts_of, number, state_of, statistics_of, text
 
 PROTOCOL = 2
 HOLD_SECONDS = 15.0
 """How long `next` waits for something to do before it says that there is nothing yet."""
 _STATES = frozenset(("failed", "declined"))
+OUT_OF_BUDGET = "privacy.budget"
+"""Why a client declines all further rounds."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Client:
     """Since when it has no connection, if it has none."""
     joined: bool = False
     refuses: bool = False
+    spent: bool = False
+    """Whether its privacy budget is spent, so that it is asked for no more updates."""
     past: tuple[int, int] = (0, 0)
     """Bytes received and sent over connections that have ended."""
 
@@ -123,8 +128,14 @@ class Desk:
         return [
             name
             for name, client in self.clients.items()
-            if client.connections and client.joined and not client.refuses and self._fits(name)
+            if client.connections and client.joined and not client.refuses and not client.spent and self._fits(name)
         ]
+
+    def able(self) -> set[str] | None:
+        """The clients that take part and may still be asked for updates; None if no privacy budget is spent, so that
+        anybody may still come. Within `changed`."""
+        spent = {name for name, client in self.clients.items() if client.spent}
+        return {name for name in self._journal.taking_part - spent if self._fits(name)} if spent else None
 
     def lost(self) -> list[str]:
         """The members of the round under way that have been without a connection for too long. Within `changed`."""
@@ -176,6 +187,8 @@ class Desk:
                 return self._report(name, fields)
             case "metrics":
                 return self._metrics(name, fields)
+            case "statistics":
+                return self._statistics(name, fields)
             case "leave":
                 return self._leave(name)
         raise InputError(f"`{message.kind[:40]}` is no request of this protocol")
@@ -244,6 +257,8 @@ class Desk:
         if rounds.phase is Phase.DONE:
             known = {event["client"] for event in journal.metrics if event["version"] == rounds.version}
             return None if name in known else {"do": "evaluate", **base}
+        if self._offer.statistics and name not in journal.statistics:
+            return {"do": "statistics"}
         if self._asked_to_train(name):
             version, digest = journal.base(name)
             base = {"version": version, "sha256": digest, "size": _bytes(journal.versions, digest)}
@@ -350,6 +365,7 @@ class Desk:
         with self.changed:
             events = self._journal.rounds.report(name, number(fields, "round"), state, reason)
             self._journal.record(events)
+            self.clients[name].spent |= (state, reason) == ("declined", OUT_OF_BUDGET)
             self.changed.notify_all()
             if events:
                 self._notify(f"{name} {state} in round {fields['round']}: {reason}")
@@ -370,6 +386,13 @@ class Desk:
             if not known and version == self._journal.rounds.version:
                 self._journal.record([{"event": "metrics", "client": name, "version": version, "state": state}])
                 self.changed.notify_all()
+            return self._reply("noted")
+
+    def _statistics(self, name: str, fields: dict[str, Any]) -> Reply:
+        answer = statistics_of(fields, self._offer.statistics)
+        with self.changed:
+            if self._offer.statistics and name not in self._journal.statistics:
+                self._journal.record([{"event": "statistics", "client": name, "answer": answer}])
             return self._reply("noted")
 
 

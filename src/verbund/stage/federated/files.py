@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verbund.errors import InputError
 
-SHARED, TOLD, DIFFERENCE, AUX = "shared", "told", "difference", "aux"
+SHARED, TOLD, DIFFERENCE, AUX, CODED = "shared", "told", "difference", "aux", "coded"
 
 
 def packed(**groups: Mapping[str, Tensor]) -> bytes:

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,10 @@ class JobState:
     Args:
         folder: of the job.
         counted: rounds in which its update counted.
-        released: updates with noise of their own that were begun, whether or not they came to anything.
+        released: vectors with a share of noise that were begun to be sent, whether or not they came to anything.
+        spent: what was released with noise of its own, as an `Accountant` has it; it counts from when an update is
+            there that may be sent, whether or not it is.
+        statistics: what is told of columns: once drawn, noise stays the same.
         pending: the update that was trained and of which it is not known yet whether it counts.
         begun: under secure aggregation, the server's log and the number of the last invitation that was taken up: keys
             that were made for it are gone with the process, and no others are made for it.
@@ -117,6 +120,8 @@ class JobState:
     counted: int = 0
     pending: dict[str, Any] | None = None
     released: int = 0
+    spent: list[dict[str, Any]] = field(default_factory=list)
+    statistics: dict[str, Any] | None = None
     begun: tuple[str, int] = ("", 0)
     revealed: tuple[str, int] = ("", 0)
 
@@ -128,7 +133,8 @@ class JobState:
             (str(run), int(n)) for run, n in (found.get(key) or ("", 0) for key in ("begun", "revealed"))
         )
         counted, released = int(found.get("counted", 0)), int(found.get("released", 0))
-        return JobState(folder, counted, found.get("pending"), released, begun, revealed)
+        spent, statistics = list(found.get("spent", [])), found.get("statistics")
+        return JobState(folder, counted, found.get("pending"), released, spent, statistics, begun, revealed)
 
     @property
     def content(self) -> Content:
@@ -145,11 +151,10 @@ class JobState:
         """The same of the update that is pending."""
         return self.folder / "memory.next"
 
-    def release(self, many: int = 1) -> int:
-        """Counts one more that is begun, before it is, or takes back one that was not; how many there are now."""
+    def release(self, many: int = 1) -> None:
+        """Counts so many more vectors with a share of noise that may be in a sum, before they are sent."""
         self.released += many
         self._write()
-        return self.released
 
     def begin_secure(self, run: str, number: int) -> None:
         """An invitation is taken up; to be called before anything is said."""
@@ -161,9 +166,21 @@ class JobState:
         self.revealed = run, round_
         self._write()
 
-    def trained(self, facts: dict[str, Any], kept: bool) -> None:
-        """An update is there, and goes to the server now."""
+    def trained(self, facts: dict[str, Any], kept: bool, spent: list[dict[str, Any]] | None = None) -> None:
+        """An update is there, and goes to the server now.
+
+        Args:
+            facts: what is told of it.
+            kept: whether the client keeps something of it.
+            spent: what was released by now, this update among it, where there is noise.
+        """
         self.pending = {**facts, "kept": kept}
+        self.spent = self.spent if spent is None else spent
+        self._write()
+
+    def answered(self, statistics: dict[str, Any]) -> None:
+        """What is told of columns, from now on."""
+        self.statistics = statistics
         self._write()
 
     def settled(self, counts: bool) -> None:

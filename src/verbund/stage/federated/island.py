@@ -19,13 +19,14 @@ from verbund.cluster.worker import Worker
 from verbund.exchange.federated.client_side import PERSONAL
 from verbund.exchange.federated.content import Content
 from verbund.stage.federated import evaluation
-from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
+from verbund.stage.federated.files import AUX, CODED, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import Assignment, LocalTraining
 from verbund.stage.federated.orders import Order, obey
 from verbund.stage.island import Island, augmentation
 from verbund.stage.validate import evaluation_batches, evaluation_threads, wanted
 
 if TYPE_CHECKING:
+    from verbund.exchange.federated.privacy import Accountant, Event
     from verbund.stage.federated.encoding import Encoding
 
 _KEPT = "kept"
@@ -70,18 +71,14 @@ class Training:
             return {}
         island = self._island
         positions = np.arange(len(island.train_set), dtype=np.int64)
-        assignment = Assignment(order["client"], order["round"], order["version"], shared, told)
-        privacy = island.job.strategy.exchange.privacy
-        noisy = account = None
-        if privacy.kind == "local":
-            from verbund.exchange.federated.privacy import Accountant, LocalPrivacy  # packages that not everybody has
-
-            noisy = LocalPrivacy(privacy)
-            account = Accountant(privacy.delta, privacy.budget, noisy.protects)
-            account.load([{"event": noisy.event.record(), "count": order["released"] - 1}])
-            if not account.affords(noisy.event):
+        numbers = (order["client"], order["round"], order["version"])
+        assignment = Assignment(*numbers, shared, told, secret=order["secret"])
+        account, event, count = self._account(len(positions))
+        if account is not None and event is not None:
+            account.load(order["spent"])
+            if not account.affords(event, count):
                 return {"spent": account.statement()}
-            account.spend(noisy.event)
+            account.spend(event, count)
         update, kept = self._local.train(assignment, positions, memory)
         if island.mesh.rank:
             return {}
@@ -89,9 +86,14 @@ class Training:
         if island.job.strategy.exchange.secure is not None:
             encoding = self._encoding(order, order["members"])
             update = encoding.checked(update)
-        if noisy is not None:  # the losses, which have no noise, stay here
-            update = replace(update, difference=noisy.protected(update.difference, order["round"]), metrics={})
-        digest = self._content.put(packed(difference=update.difference, aux=update.aux))
+        if account is not None:  # the losses, which have no noise, stay here
+            update = replace(update, difference=self._noisy(update.difference, order["round"]), metrics={})
+        sent = {DIFFERENCE: update.difference, AUX: update.aux}
+        if (compression := self._local.compression) is not None:
+            coded = compression.encode(update.difference, memory, order["client"], order["round"])
+            sent |= {DIFFERENCE: coded.plain, CODED: coded.messages}
+            kept = {**kept, **coded.kept}
+        digest = self._content.put(packed(**sent))
         path = Path(order["keep"])
         if kept:
             durable.replace(path, packed(kept=kept))
@@ -108,7 +110,32 @@ class Training:
             facts |= {**counts, "token": secrets.token_hex(32), "local_steps": 0, "bytes": 0, "sums": {}}
         if account is not None:
             facts["epsilon"] = account.spent().epsilon
-        return {"facts": facts if state is None else {**facts, "state": state}, "kept": bool(kept)}
+        whole = {"facts": facts if state is None else {**facts, "state": state}, "kept": bool(kept)}
+        return whole if account is None else {**whole, "account": account.state()}
+
+    def _account(self, samples: int) -> tuple[Accountant | None, Event | None, int]:
+        """This client's account, what it is to be charged with, and how often a round; None where nothing is."""
+        job = self._island.job
+        privacy = job.strategy.exchange.privacy
+        if privacy.kind not in ("local", "examples"):
+            return None, None, 0
+        from verbund.exchange.federated.privacy import Accountant, ExamplePrivacy, LocalPrivacy
+
+        if privacy.kind == "local":
+            account = Accountant(privacy.delta, privacy.budget, LocalPrivacy.protects)
+            return account, LocalPrivacy(privacy).event, 1
+        from verbund.stage.federated.example_steps import round_of
+
+        return Accountant(privacy.delta, privacy.budget, ExamplePrivacy.protects), *round_of(job, samples)
+
+    def _noisy(self, difference: Mapping[str, Tensor], round_: int) -> Mapping[str, Tensor]:
+        """The update as it may leave this client; of steps that had noise of their own as it is."""
+        privacy = self._island.job.strategy.exchange.privacy
+        if privacy.kind != "local":
+            return difference
+        from verbund.exchange.federated.privacy import LocalPrivacy
+
+        return LocalPrivacy(privacy).protected(difference, round_)
 
     def _encoding(self, order: Order, clients: int) -> Encoding:
         from verbund.stage.federated.encoding import Encoding  # packages that not everybody has

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,11 +16,17 @@ from verbund.data.hashing import key
 from verbund.data.order import Order
 from verbund.data.samples import Ids, Samples
 from verbund.exchange.federated.client_side import PERSONAL, ClientSide, Memory
+from verbund.exchange.federated.compressed import UpdateCompression
 from verbund.exchange.federated.update import Update
 from verbund.job import Exchange, Job
+from verbund.mesh import schedule
 from verbund.mesh.changing_buffers import changing
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Unrecorded
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.privacy import ExamplePrivacy
+    from verbund.stage.federated.example_steps import ExampleSteps
 
 _STEP_BITS = 24
 """Local steps of a round have tickets of their own, (round << bits) + step: what is drawn there is keyed by them."""
@@ -36,6 +43,8 @@ class Assignment:
         parameters: what is shared, by name.
         told: what the rule tells besides, by name.
         share: of its local steps, that it takes; it takes one at least.
+        secret: under the privacy `examples` what batches and noise are drawn by, which nobody but this client's workers
+            may know; in a simulation it is the job's seed.
     """
 
     client: int
@@ -44,6 +53,7 @@ class Assignment:
     parameters: Mapping[str, Tensor]
     told: Mapping[str, Tensor] = field(default_factory=dict)
     share: float = 1.0
+    secret: str | None = None
 
 
 class LocalOrder:
@@ -55,9 +65,19 @@ class LocalOrder:
         batch: samples of a step.
         assignment: client, round, and its share of the steps.
         positions: the client's samples.
+        privacy: of the round, where single samples are protected: then it draws the batches.
     """
 
-    def __init__(self, seed: int, exchange: Exchange, batch: int, assignment: Assignment, positions: Ids) -> None:
+    def __init__(
+        self,
+        seed: int,
+        exchange: Exchange,
+        batch: int,
+        assignment: Assignment,
+        positions: Ids,
+        privacy: ExamplePrivacy | None = None,
+    ) -> None:
+        self.privacy = privacy
         self._order = Order(len(positions), batch, key(seed, assignment.client, assignment.round))
         self._positions, self._round = positions, assignment.round
         whole = exchange.local_steps or (exchange.local_epochs or 1) * self._order.tickets_per_epoch
@@ -70,7 +90,10 @@ class LocalOrder:
         return self._order.tickets_per_epoch
 
     def step(self, number: int) -> Ids:
-        """The samples of a step."""
+        """The samples of a step; may be none where they are drawn."""
+        if self.privacy is not None:
+            drawn: Ids = self._positions[self.privacy.batch(self.ticket(number)).numpy()]
+            return drawn
         return self._positions[self._order.positions(number)]
 
     def ticket(self, number: int) -> int:
@@ -104,10 +127,21 @@ class LocalTraining:
         self._buffers = {b.name: b for b in buffers if b.get().is_floating_point()}
         self._counts = [(b, b.get().clone()) for b in buffers if not b.get().is_floating_point()]
         self.side = ClientSide(job.strategy.exchange.rule, replica.model, list(self._trained), list(self._buffers))
+        exchange = job.strategy.exchange
+        self.compression: UpdateCompression | None = None
+        """What updates travel as, if not as they are."""
+        if exchange.compression.name != "none":
+            self.compression = UpdateCompression(exchange, self.side.plain, job.seed)
         self.first_personal = {name: values.clone() for name, values in self._read(self.side.personal).items()}
         """What a client has for itself before its first round: the values of the model as it is now."""
         self.changes_buffers = bool(buffers)
         self._journal = Unrecorded()
+        self.examples: ExampleSteps | None = None
+        """Gradients of single samples, where these are protected."""
+        if exchange.privacy.kind == "examples":
+            from verbund.stage.federated.example_steps import ExampleSteps  # packages that not everybody has
+
+            self.examples = ExampleSteps(replica, job)
 
     def shared(self) -> dict[str, Tensor]:
         """A copy of what the model has of what is shared, by name."""
@@ -164,7 +198,11 @@ class LocalTraining:
     def order(self, assignment: Assignment, positions: Ids) -> LocalOrder:
         """The order of a client's samples in a round."""
         exchange, batch = self.job.strategy.exchange, self.job.train.global_batch
-        return LocalOrder(self.job.seed, exchange, batch, assignment, positions)
+        privacy = None
+        if self.examples is not None:
+            seed = assignment.secret if assignment.secret is not None else self.job.seed
+            privacy = self.examples.privacy(exchange.privacy, self.job, len(positions), seed, assignment.client)
+        return LocalOrder(self.job.seed, exchange, batch, assignment, positions, privacy)
 
     def rates(self) -> tuple[dict[str, float], float]:
         """The learning rates of the last step, by parameter, and the momentum of SGD (0 of others)."""
@@ -201,6 +239,12 @@ class LocalTraining:
         total = weight = 0.0
         for step in range(order.steps):
             ids, number = order.step(step), order.ticket(step)
+            if self.examples is not None:
+                assert order.privacy is not None
+                told = self.examples.step(ids, number, self.batch, order.privacy)
+                self._step(round_, self._correction(base, proximal, shift, self.trained_in(step, order)))
+                total, weight = total + told[0], weight + told[1]
+                continue
             sizes = (len(ids),)
             plan = replica.plan(sizes, number)
             batches = (self._cut(ids, low, high, number) for low, high, _ in plan)
@@ -209,6 +253,14 @@ class LocalTraining:
             replica.update(round_, sizes, sums, self.total_rounds, correct)
             total, weight = total + sums.loss, weight + sums.weight
         return total, weight
+
+    def _step(self, round_: int, correct: Callable[[], None] | None) -> None:
+        """The optimiser's step along gradients that nothing is left to be done to but a rule's correction."""
+        optimizer, train = self.replica.optimizer, self.job.train
+        schedule.apply(optimizer, schedule.factor(train.schedule, round_, self.total_rounds))
+        if correct is not None:
+            correct()
+        optimizer.step()
 
     def _cut(self, ids: Ids, low: int, high: int, number: int) -> Batch:
         return self.batch(ids[low:high], number)

@@ -10,6 +10,7 @@ from typing import Any
 
 from verbund.checkpoint import durable
 from verbund.errors import InputError, TaskError
+from verbund.exchange.federated.cohort import selected
 from verbund.job import Job
 from verbund.plain_json import text as json_text
 
@@ -43,17 +44,10 @@ class Offer:
         if not job.strategy.exchange.federated:
             fix = 'Set `strategy.exchange = "federated"`'
             raise InputError(f"the exchange is `{job.strategy.exchange.name}`", where="job, strategy.exchange", fix=fix)
-        asked = job.strategy.exchange
-        privacy = asked.privacy
-        unavailable = {
-            "privacy.kind": privacy.kind not in ("none", "central", "local", "distributed"),
-            "privacy.sampling": privacy.sampling != "fixed",
-        }
-        for key, wanted in unavailable.items():
-            if wanted:
-                fix = "Leave it out, or simulate with `verbund train`"
-                what = "is set to what is not available with real clients"
-                raise InputError(what, where=f"job, strategy.exchange.{key}", fix=fix)
+        if job.strategy.exchange.privacy.sampling != "fixed":
+            fix = "Leave it out, or simulate with `verbund train`"
+            what = "is set to what is not available with real clients"
+            raise InputError(what, where="job, strategy.exchange.privacy.sampling", fix=fix)
         if job.train.steps is None:
             raise InputError("the number of rounds is missing", where="job, train.steps", fix="Give `train.steps`")
         if job.data.tokenizer not in (None, "bytes"):
@@ -75,6 +69,12 @@ class Offer:
         if len(text) > _TASK_LIMIT:
             raise TaskError(f"has more than {_TASK_LIMIT} characters", where=str(path))
         return Offer({**kept, "task": _FILE}, text)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Columns that are asked about, with the bins of each."""
+        asked = self.job["strategy"]["exchange"].get("statistics") or {}
+        return {str(name): int(column["bins"]) for name, column in asked.items()}
 
     @property
     def task_digest(self) -> str:
@@ -136,7 +136,11 @@ class Offer:
     def facts(self, job: Job, task_at: Path | None) -> dict[str, Any]:
         """What policies look at; see `Policy.job_problems`."""
         exchange = job.strategy.exchange
+        known = exchange.clients is not None or isinstance(exchange.cohort, int)
+        cohort = selected(exchange.cohort_size(exchange.clients or 1), exchange.round.over_selection)
+        cohort = exchange.rule.buffer or cohort  # of asynchronous rounds it is the updates that make a step
         return {
+            "cohort": cohort if known else None,
             "task": self.task_digest,
             "task_at": str(task_at or job.task),
             "secure": exchange.secure is not None,

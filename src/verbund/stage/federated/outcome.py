@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from verbund.errors import Interrupted, VerbundError
 from verbund.exchange.federated.round import Event
@@ -35,6 +36,8 @@ class Recorder:
         self._asked: dict[str, int] = {}
         self._counted: dict[str, int] = {}
         self._failed: dict[str, int] = {}
+        self._privacy = job.strategy.exchange.privacy
+        self._epsilon: dict[str, float] = {}
         self._exchanged = 0
         """Bytes of messages of secure aggregation in the round under way, from clients."""
         for event in history:
@@ -54,6 +57,8 @@ class Recorder:
                 self._closed = event["clients"]
             case "update":
                 self._updates[event["client"]] = event
+                if "epsilon" in event:  # of each client's own account, which never falls
+                    self._epsilon[event["client"]] = event["epsilon"]
                 self._refused.pop(event["client"], None)  # it was lost, and is back
             case "failed":
                 self._refused[event["client"]] = f"{event['state']}: {event['reason']}"
@@ -73,6 +78,8 @@ class Recorder:
                 self._stepped(event)
             case "ended":
                 self.ended_by = event["why"]
+            case "statistics":
+                self._journal.event("statistics", client=event["client"], answer=event["answer"])
             case "evaluated":
                 self._journal.event("validation", step=event["version"], metrics=event["metrics"])
 
@@ -81,6 +88,26 @@ class Recorder:
         return {
             name: {"asked": times, "counted": self._counted.get(name, 0), "failed": self._failed.get(name, 0)}
             for name, times in sorted(self._asked.items())
+        }
+
+    def _examples(self, rounds: int) -> dict[str, Any]:
+        """What clients have told of their own accounts."""
+        delta, budget = self._privacy.delta, self._privacy.budget
+        epsilon = max(self._epsilon.values(), default=None)
+        silent = sum(name not in self._epsilon for name in self._asked)
+        bound = "without a bound" if budget is None else f"and takes no more part before ε would exceed {budget:g}"
+        told = f"at most ({epsilon:.3f}, {delta:g})" if epsilon is not None else f"(ε, {delta:g})"
+        others = f"; {silent} client{'s do' if silent > 1 else ' does'} not tell what was spent" if silent else ""
+        return {
+            "epsilon": epsilon,
+            "delta": delta,
+            "budget": budget,
+            "releases": rounds,
+            "statement": (
+                f"By what clients say, {told}-differential privacy for whether any one sample of a client is used or "
+                "left out (its gradient zero; how many samples it has is taken as known). Each step was preceded by "
+                f"Poisson sampling of the client's samples; each client keeps account for itself, {bound}{others}."
+            ),
         }
 
     def close(self) -> None:
@@ -97,6 +124,8 @@ class Recorder:
             self._journal.event("validation", step=number, metrics=event["metrics"])
         if event.get("privacy"):
             self._journal.event("privacy", **event["privacy"]["spent"])
+        elif self._privacy.kind == "examples":
+            self._journal.event("privacy", **self._examples(event["round"]))
         weights = [update["weight"] for update in used.values()]
         loss = float("nan") if event["loss"] is None else event["loss"]
         self._journal.step(number, loss, event["weight"], int(event["weight"]), 0.0)

@@ -15,7 +15,7 @@ def check(job: Job) -> None:
         InputError: if not.
     """
     exchange = job.strategy.exchange
-    if not exchange.protected:
+    if not exchange.protected and exchange.privacy.kind == "none":
         return
     needed = {"cryptography": "cryptography", "dp_accounting": "dp-accounting"}
     if missing := [package for module, package in needed.items() if find_spec(module) is None]:

@@ -47,6 +47,10 @@ def facts_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
     if (state := fields.get("state")) is not None:
         facts["state"] = state_of(state)
+    if (epsilon := fields.get("epsilon")) is not None:
+        if type(epsilon) is not float or not 0.0 <= epsilon < math.inf:
+            raise InputError("the ε of an update is no number")
+        facts["epsilon"] = epsilon
     return facts
 
 
@@ -109,3 +113,40 @@ def state_of(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or len(state) > 256 or not all(numbers(value, 0) for value in state.values()):
         raise InputError("what an evaluation gave is not lists of finite numbers")
     return {str(name)[:80]: value for name, value in state.items()}
+
+
+def statistics_of(fields: Mapping[str, Any], asked: Mapping[str, int]) -> dict[str, Any]:
+    """What a client tells of its columns.
+
+    Args:
+        fields: of the request.
+        asked: the columns, with the bins of each.
+
+    Raises:
+        InputError: if it is not what was asked.
+    """
+
+    def finite(value: Any) -> bool:
+        return type(value) in (int, float) and math.isfinite(value)
+
+    answer = fields.get("answer")
+    if not isinstance(answer, dict):
+        raise InputError("what is told of columns is no answer")
+    if "declined" in answer:
+        return {"declined": str(answer["declined"])[:80]}
+    columns, noise = answer.get("columns"), answer.get("noise")
+    if not isinstance(columns, dict) or columns.keys() != asked.keys() or not (noise is None or finite(noise)):
+        raise InputError("what is told of columns is not of those that were asked about")
+    for name, told in columns.items():
+        if told is None:
+            continue
+        if not isinstance(told, dict) or told.keys() != {"count", "sum", "squares", "bins"}:
+            raise InputError(f"what is told of the column `{name}` is not its sums")
+        bins = told["bins"]
+        if not isinstance(bins, list) or len(bins) != asked[name] + 2:
+            raise InputError(f"the histogram of the column `{name}` has not the bins that were asked")
+        if not all(finite(told[key]) for key in ("count", "sum", "squares")):
+            raise InputError(f"the sums of the column `{name}` are no finite numbers")
+        if not all(many is None or finite(many) for many in bins):
+            raise InputError(f"the histogram of the column `{name}` is no finite numbers")
+    return {"columns": columns, "noise": noise}

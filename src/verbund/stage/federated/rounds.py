@@ -18,6 +18,7 @@ from verbund.exchange.federated.rule import SumRule, Sums
 from verbund.exchange.federated.screening import Refused, norm
 from verbund.exchange.federated.update import Update
 from verbund.job import Job
+from verbund.job.federated import too_few
 from verbund.stage.federated.clients import Clients, Trained
 from verbund.stage.federated.gathering import gather
 from verbund.stage.federated.local import Assignment
@@ -100,28 +101,34 @@ class Rounds:
     def __init__(self, job: Job, server: SimulatedServer, clients: Clients, parts: Parts, group: Group) -> None:
         self._server, self._clients, self._parts, self._group = server, clients, parts, group
         self._seed, self._size = job.seed, job.strategy.exchange.cohort_size(parts.clients)
-        self._buffer = job.strategy.exchange.rule.buffer or self._size
+        self._rule = job.strategy.exchange.rule
+        self._buffer = self._rule.buffer or self._size
         self.down = _bytes(server.parameters) + _bytes(dict(server.rule.told()))
         """Bytes that a client would receive."""
-        self.up = _bytes(server.parameters) + _bytes(dict(server.rule.told()))
-        """Bytes that a client would send: as much, whatever the rule."""
-        self._chunk = max(_CHUNK_BYTES // max(self.up, 1), group.world)
+        self.up = self.down
+        """Bytes that a client would send: as much, whatever the rule, unless updates are compressed."""
+        if server.compression is not None:
+            self.up = server.compression.bytes_of(server.parameters)
+        self._chunk = max(_CHUNK_BYTES // max(self.down, 1), group.world)
         self._begin()
 
     def _begin(self) -> None:
         """What a kind of rounds has to keep."""
 
     def cohort(self, number: int) -> list[int]:
-        """The clients of a round: a function of the seed."""
+        """The clients of a round: a function of the seed; none whose privacy budget is spent."""
         protection, clients = self._server.protection, self._parts.clients
         if protection is not None and protection.rate is not None:
             return joined(self._seed, number, clients, protection.rate)
-        return sampled(self._seed, number, clients, self._size)
+        drawn, accounts = sampled(self._seed, number, clients, self._size), self._server.accounts
+        return drawn if accounts is None else [client for client in drawn if accounts.affords(client)]
 
     def affordable(self, number: int) -> bool:
         """Whether the privacy budget, if there is one, is enough for a round."""
-        protection = self._server.protection
-        return protection is None or protection.affords(self.cohort(number))
+        protection, cohort = self._server.protection, self.cohort(number)
+        if self._server.accounts is not None and (not cohort or too_few(self._rule, len(cohort))):
+            return False
+        return protection is None or protection.affords(cohort)
 
     def play(self, number: int, flag: float) -> Round:
         """All clients of a cohort train, and the server takes its step.
@@ -135,6 +142,8 @@ class Rounds:
         """
         cohort = self.cohort(number)
         told = dict(self._server.rule.told())
+        if self._server.accounts is not None:
+            self._server.accounts.spend(cohort)
         assignments = [Assignment(client, number, number, self._server.parameters, told) for client in cohort]
         return self.step(number, cohort, self._trained(assignments, flag))
 

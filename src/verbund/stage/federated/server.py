@@ -136,8 +136,12 @@ class Server:
         events: list[Event] = []
         buffered = bool(rounds.terms.buffer) and rounds.phase is Phase.TRAINING
         if rounds.phase is Phase.SELECTING or buffered:
-            there = desk.available()
-            events = rounds.select(there, passed >= self._settings.gather)
+            there, able = desk.available(), desk.able()
+            if not buffered and able is not None and len(able) < rounds.terms.quorum:
+                events = rounds.end("budget")
+            else:  # those whose privacy budget is spent are not waited for
+                come = able is not None and able <= set(there)
+                events = rounds.select(there, come or passed >= self._settings.gather)
             if not events and passed >= _QUIET_SECONDS and (not buffered or not there):
                 self._tell_waiting(there)
         if rounds.phase is Phase.TRAINING:

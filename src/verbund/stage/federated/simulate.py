@@ -25,6 +25,7 @@ from verbund.observe.network import Links
 from verbund.run import Run
 from verbund.stage import flags
 from verbund.stage.federated.asynchronous import AsynchronousRounds
+from verbund.stage.federated.clients import Clients, Compressing
 from verbund.stage.federated.local import LocalTraining
 from verbund.stage.federated.parts import parts_alike, parts_of
 from verbund.stage.federated.personal import evaluate_personal
@@ -65,12 +66,16 @@ def work(worker: Worker) -> dict[str, Any]:
         with Checkpoint.open(Path(source), verify=False) as saved:
             dropped += server.load(saved)
     leads = island.mesh.rank == 0
-    clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
+    clients: Clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
+    if local.compression is not None:
+        clients = Compressing(clients, local.compression)
     kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
     rounds = kind(job, server, clients, parts, island.groups.island)
     if source:
         with Checkpoint.open(Path(source), verify=False) as saved:
             dropped += rounds.load(saved)
+    if job.strategy.exchange.statistics and leads:
+        worker.send("note", text="`exchange.statistics` are asked of real clients alone")
     for text in dropped if leads else ():
         worker.send("note", text=text)
     tastes = None
@@ -165,9 +170,9 @@ class _Simulation:
 
     def _look_ahead(self, reason: str | None) -> None:
         """Says before the first round if the privacy budget will end the training."""
-        protection, total = self.server.protection, self.worker.settings["total_steps"]
+        total = self.worker.settings["total_steps"]
         rounds = total - self.step if total is not None else 0
-        if self.rank == 0 and protection is not None and reason is None and (text := protection.outlook(rounds)):
+        if self.rank == 0 and reason is None and (text := self.server.outlook(rounds)):
             self.worker.send("note", text=text)
 
     def _flag(self) -> float:
@@ -258,8 +263,7 @@ class _Simulation:
 
     def _tell(self) -> None:
         """What privacy was spent, for the report."""
-        protection = self.server.protection
-        if self.rank == 0 and protection is not None and protection.accountant is not None:
-            spent = protection.accountant.summary()
+        if self.rank == 0 and (accountant := self.server.accountant) is not None:
+            spent = accountant.summary()
             self.journal.event("privacy", **spent)
             self.worker.send("note", text=f"Privacy: {spent['statement']}")

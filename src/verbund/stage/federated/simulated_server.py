@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
+from verbund.errors import InputError
 from verbund.exchange.federated.client_side import Memory
 from verbund.exchange.federated.partition import Parts
 from verbund.exchange.federated.rules import build
@@ -18,6 +19,7 @@ from verbund.job import Job
 from verbund.stage.federated.local import LocalTraining
 
 if TYPE_CHECKING:
+    from verbund.exchange.federated.privacy import Accountant, ExampleAccounts
     from verbund.exchange.federated.protection import Protection
 
 _RULE, _CLIENT = "rule/", "client/"
@@ -36,6 +38,7 @@ class SimulatedServer:
         self._job, self._local, self._parts = job, local, parts
         clients = parts.clients
         self.parameters: dict[str, Tensor] = local.shared()
+        self.compression = local.compression
         self.rule = build(job.strategy.exchange.rule, clients, self.parameters, local.side.plain)
         self.screening = Screening(job.strategy.exchange.rule, self.parameters, self.rule.told())
         exchange = job.strategy.exchange
@@ -47,7 +50,31 @@ class SimulatedServer:
             cohort = exchange.cohort_size(clients)
             rate = cohort / clients if exchange.privacy.sampling == "poisson" else None
             self.protection = Protection(exchange, shapes, cohort, rate, job.seed)
+        self.accounts: ExampleAccounts | None = None
+        if exchange.privacy.kind == "examples":
+            from verbund.exchange.federated.privacy import ExampleAccounts  # packages that not everybody has
+            from verbund.stage.federated.example_steps import round_of
+
+            self.accounts = ExampleAccounts(exchange.privacy, [round_of(job, int(size)) for size in parts.sizes])
         self.memories: dict[int, Memory] = {}
+
+    @property
+    def accountant(self) -> Accountant | None:
+        """What was spent, if there is privacy: of updates, or of the samples of the client that has spent most."""
+        if self.accounts is not None:
+            return self.accounts.worst()
+        return self.protection.accountant if self.protection is not None else None
+
+    def outlook(self, rounds: int) -> str | None:
+        """What to expect of the privacy budget, a sentence; None if it is enough for so many more rounds.
+
+        Raises:
+            InputError: if it is not enough for the first one.
+        """
+        if self.accounts is not None:
+            clients = self._parts.clients
+            return self.accounts.outlook(rounds, self._job.strategy.exchange.cohort_size(clients) / clients)
+        return self.protection.outlook(rounds) if self.protection is not None else None
 
     def show(self) -> None:
         """Gives the model the server's parameters: for validation, and for checkpoints."""
@@ -61,6 +88,7 @@ class SimulatedServer:
             "name": exchange.name,
             "rule": exchange.rule.name,
             "protection": protection,
+            "accounts": self.accounts.state() if self.accounts is not None else None,
             "parts": self._parts.digest,
         }
 
@@ -84,6 +112,8 @@ class SimulatedServer:
             return [f"The state of the exchange `{record['name']}` was dropped"] if record else []
         if self.protection is not None:
             self.protection.load(record.get("protection"))
+        if self.accounts is not None:
+            self._load_accounts(record)
         rule = self._job.strategy.exchange.rule.name
         if record["rule"] != rule:
             return [f"The rule was `{record['rule']}`: its state, and what clients kept, was dropped"]
@@ -101,3 +131,14 @@ class SimulatedServer:
         if state:
             self.rule.load(state)
         return [] if same else ["Clients have other samples than before: what they kept was dropped"]
+
+    def _load_accounts(self, record: dict[str, Any]) -> None:
+        assert self.accounts is not None
+        where, fix = "strategy.exchange.privacy.kind", "Leave all as it was, or begin anew"
+        if (spent := record.get("accounts")) is None:
+            what = "the run had no privacy of single samples so far: what it has told of them would not be counted"
+            raise InputError(what, where=where, fix=fix)
+        if record.get("parts") != self._parts.digest:
+            what = "clients have other samples than before: what was told of each would not be counted"
+            raise InputError(what, where=where, fix=fix)
+        self.accounts.load(spent)

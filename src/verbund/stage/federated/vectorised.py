@@ -26,8 +26,7 @@ from verbund.stage.federated.local import Assignment, LocalOrder, LocalTraining
 
 _STACK_BYTES = 256 << 20
 """Of the tensors that a chunk of clients has at a time; more would not be faster."""
-_COPIES = 6
-"""Of a client's parameters: themselves, gradients, momentum, corrections, and what is there for a moment."""
+_COPIES = 6  # of a client's parameters: themselves, gradients, momentum, corrections, what is there for a moment
 _CLOSE = 1e-5
 _TRIED_STEPS = 3
 
@@ -338,6 +337,7 @@ def _obstacle(local: LocalTraining) -> str | None:
         (train.precision not in ("fp32", "fp64"), f"the precision is `{train.precision}`"),
         (train.compile, "the model is compiled"),
         (bool(train.activation_checkpointing), "activations are checkpointed"),
+        (local.examples is not None, "each sample's gradient is clipped by itself"),
         (local.side.settings.name == "fedrep", "`fedrep` trains parts of the model in turn"),
     ]
     return next((why for there, why in checks if there), None)
@@ -387,6 +387,10 @@ def clients_of(local: LocalTraining, parts: Parts, note: Callable[[str], None]) 
         parts: whose samples are whose.
         note: is told why they take turns.
     """
+    if local.examples is not None:
+        some = parts.of(int(parts.sizes.argmax()))[:_TRIED_STEPS]
+        if why := local.examples.try_out(local.batch(some, 0)):
+            note(f"Gradients of single samples are computed one after the other: {why}")
     try:
         vectorised = Vectorised(local, parts)
         vectorised.try_out()

@@ -66,7 +66,9 @@ def work(worker: Worker) -> dict[str, Any]:
     compressed = CompressedPushes(plan, island.number, outer.seed)
     if source and generation == 1 and island.number < outer.strategy.islands:  # others come to what has gone on since
         with Checkpoint.open(_still_there(Path(source), run), verify=False) as saved:
-            compressed.load(saved, binding.numbers, island.number, outer.strategy.islands)
+            note = compressed.load(saved, binding.numbers, island.number, outer.strategy.islands)
+        if note is not None and island.number == 0 and island.mesh.leads:
+            worker.send("note", text=note)
     served = Served(plan, binding, rows, compressed, client, coordination)
     if island.number == 0 and not known["begun"]:
         worker.doing("giving the servers their first values", int(known["rested"]))

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,8 +99,7 @@ class Training:
         self._to_read: queue.Queue[int | None] = queue.Queue()
         self._turned = threading.Condition()
         self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
-        self._ahead = self._least_ahead
-        """Tickets that are asked for ahead: about those of `_AHEAD_SECONDS`."""
+        self._ahead = self._least_ahead  # tickets that are asked for: about those of `_AHEAD_SECONDS`
         self._resting = False
         self._asking = False
         """Whether a question for a ticket is under way, which may wait for others."""
@@ -381,8 +380,8 @@ class Training:
             rate = self.job.train.optimizer.lr * schedule.factor(self.job.train.schedule, ticket, self.total_steps)
             self.journal.step(ticket, self.loss, weight, size, rate)
         # Of undivided tickets those of the other islands may be done in any order.
-        done = ticket + 1 if self.divided else max(leased.low, self._begin + self._count + 1)
-        self.progress.say(done, self.loss)
+        low = max(leased.low, self._begin + self._count + 1)
+        self.progress.say(ticket + 1 if self.divided else low, self.loss)
         if self.journal.due:
             self.write()
 
@@ -397,5 +396,5 @@ class Training:
         count(journal, self.links)
         journal.totals("held", **self.replica.held_bytes())
         journal.totals("served", **self.staleness.totals())
-        if (method := self.plan.compression.name) != "none":
-            journal.totals("compression", method=method, **asdict(self.compressed.totals))
+        if self.compressed.keeps:
+            journal.totals("compression", **self.compressed.record(self.leads))

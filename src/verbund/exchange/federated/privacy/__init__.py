@@ -5,6 +5,7 @@ from verbund.exchange.federated.privacy.central import CentralPrivacy
 from verbund.exchange.federated.privacy.clipping import clipped
 from verbund.exchange.federated.privacy.distributed import DistributedPrivacy
 from verbund.exchange.federated.privacy.event import Event
+from verbund.exchange.federated.privacy.example_accounts import ExampleAccounts
 from verbund.exchange.federated.privacy.examples import ExamplePrivacy
 from verbund.exchange.federated.privacy.local import LocalPrivacy
 
@@ -14,6 +15,7 @@ __all__ = [
     "CentralPrivacy",
     "DistributedPrivacy",
     "Event",
+    "ExampleAccounts",
     "ExamplePrivacy",
     "LocalPrivacy",
     "Spent",

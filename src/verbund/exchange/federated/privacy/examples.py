@@ -43,14 +43,21 @@ def clipped_sum(gradients: Mapping[str, Tensor], bound: float) -> tuple[dict[str
 
     A sample whose gradient is not finite contributes nothing.
     """
-    squares = [each.detach().double().flatten(1).square().sum(1) for each in gradients.values()]
-    norms = torch.stack(squares).sum(0).sqrt()
-    factors = (bound / norms.clamp(min=1e-300)).clamp(max=1.0)
+    each_norm = [
+        torch.linalg.vector_norm(g.detach().flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()
+    ]
+    norms = torch.stack(each_norm).square().sum(0).sqrt()
     finite = norms.isfinite()
+    # Rounding to the gradients' type must not lengthen what was shortened.
+    shorter = 1.0 - 4.0 * max(torch.finfo(each.dtype).eps for each in gradients.values())
+    factors = torch.where(norms > bound, bound / norms * shorter, 1.0).masked_fill(~finite, 0.0)
+    whole = bool(finite.all())
     total = {}
     for name, each in gradients.items():
-        kept = each.detach().double().masked_fill(~finite.reshape(-1, *[1] * (each.dim() - 1)), 0.0)
-        total[name] = torch.tensordot(factors.masked_fill(~finite, 0.0), kept, dims=1).to(each.dtype)
+        kept = each.detach()
+        if not whole:
+            kept = kept.masked_fill(~finite.reshape(-1, *[1] * (each.dim() - 1)), 0.0)
+        total[name] = torch.tensordot(factors.to(each.dtype), kept, dims=1)
     return total, norms
 
 
@@ -77,16 +84,23 @@ class ExamplePrivacy:
         settings: the section `privacy`.
         samples: how many the client has.
         rate: the probability with which each of them is in a step's batch.
-        seed: None but in simulations: see `noise.source`.
+        seed: None but in simulations, and where several workers draw alike: see `noise.source`.
         client: its name, for simulations.
 
     Raises:
         InputError: if the rate is none.
     """
 
-    protects = "whether one sample is in this client's data (add or remove one)"
+    protects = (
+        "whether any one sample of this client is used or left out (its gradient zero; how many samples there are is "
+        "taken as known)"
+    )
+    """The adjacency ("zero-out") under which a rate may depend on the number of samples; it costs as much as adding or
+    removing one (Ponomareva et al., "How to DP-fy ML", JAIR 2023, section 2.1)."""
 
-    def __init__(self, settings: Privacy, samples: int, rate: float, seed: int | None = None, client: str = "") -> None:
+    def __init__(
+        self, settings: Privacy, samples: int, rate: float, seed: int | str | None = None, client: str = ""
+    ) -> None:
         if not 0.0 < rate <= 1.0 or samples < 1:
             raise InputError(
                 f"{samples} samples, each with probability {rate:g} in a batch",
@@ -95,6 +109,11 @@ class ExamplePrivacy:
             )
         self._settings, self._samples, self._rate = settings, samples, rate
         self._seed, self._client = seed, client
+
+    @property
+    def mean(self) -> float:
+        """Samples of a batch on average: what sums are divided by, whoever came."""
+        return self._rate * self._samples
 
     @property
     def event(self) -> Event:
@@ -131,10 +150,18 @@ class ExamplePrivacy:
             part, _ = clipped_sum(sample_gradients(loss, parameters, some), self._settings.clip)
             for name in total:
                 total[name] += part[name]
+        return {name: values.to(parameters[name].dtype) for name, values in self.noisy(total, step).items()}
+
+    def noisy(self, total: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The sum of clipped gradients with its noise, divided by the mean batch: float64, by name.
+
+        Args:
+            total: the sum, by name, float64.
+            step: its number.
+        """
         out = {}
         for name in sorted(total):
             noise = gaussian(source(self._seed, "step", self._client, step, name), total[name].numel())
-            scaled = torch.from_numpy(noise).reshape(total[name].shape) * (self._settings.noise * self._settings.clip)
-            mean = (total[name] + scaled) / (self._rate * self._samples)
-            out[name] = mean.to(parameters[name].dtype)
+            drawn = torch.from_numpy(noise).reshape(total[name].shape).to(total[name].device)
+            out[name] = (total[name] + drawn * (self._settings.noise * self._settings.clip)) / self.mean
         return out

@@ -20,12 +20,13 @@ _TAIL = 12
 _PRECISION = 192
 
 
-def source(seed: int | None, *purpose: Any) -> Keystream:
+def source(seed: int | str | None, *purpose: Any) -> Keystream:
     """Where noise comes from.
 
     Args:
         seed: None, as in every real training: a fresh key of the operating system's. A number, as in simulations: a
-            function of it, which whoever knows it can take off again.
+            function of it, which whoever knows it can take off again. A text: likewise, of a secret that the workers
+            of one client share.
         purpose: round, client, what for: no two uses of one seed may have the same.
     """
     if seed is None:
