@@ -19,18 +19,21 @@ import torch
 from conftest import MakeJob, wait_for
 from held import Direct, Held, Hold, holding
 from verbund.comm.wire.bits import Bits
-from verbund.errors import Interrupted, VerbundError
+from verbund.errors import InputError, Interrupted, VerbundError
 from verbund.exchange.federated.policy import Policy
 from verbund.exchange.federated.round import Phase
 from verbund.exchange.federated.secure import Identity, Sent, keys
 from verbund.exchange.federated.secure.exchanges import Exchanges
 from verbund.exchange.federated.update import Update
 from verbund.mesh.axes import Mesh
+from verbund.stage.federated import line, secure_part
 from verbund.stage.federated.conversation import Conversation
 from verbund.stage.federated.files import SHARED, TOLD, unpacked
 from verbund.stage.federated.home import Home
 from verbund.stage.federated.island import Training
 from verbund.stage.federated.secure_part import SecurePart
+from verbund.stage.federated.serve import terms_of
+from verbund.stage.federated.server import Server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -396,6 +399,41 @@ def test_a_rule_that_shortens_does_so_at_the_client(hold: Hold) -> None:
     play(held, [Owner(held, name, 40.0) for name in NAMES])
     change = change_of(held, first, held.server.journal.current)
     assert float(change.norm()) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_long_messages_travel_in_parts(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (secure_part, line):
+        monkeypatch.setattr(module, "PART_BYTES", 200)
+    held = hold()
+    first = held.server.journal.current
+    play(held, [Owner(held, name, SIZES[name]) for name in NAMES])
+    assert max(event["bytes"] for event in held.events("answered")) > 200
+    assert mean_of(held, first) == pytest.approx(0.165, abs=STEP)
+
+
+def test_a_policy_counts_those_that_are_left_in_the_sum(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = hold(round={**QUICK, "attempts": 1})
+    owners = [Owner(held, name, SIZES[name], minimum_cohort=4) for name in NAMES]
+    send = owners[2].part._send
+
+    def gone(round_: int, kind: str, packed: bytes) -> str:
+        if kind == "masked":
+            owners[2].vanish()
+        return send(round_, kind, packed)
+
+    monkeypatch.setattr(owners[2].part, "_send", gone)
+    play(held, owners)
+    assert any("3 clients are left in it, fewer than 4" in text for text in owners[0].said)
+    assert not [event for event in held.events("answered") if event["step"] in ("consent", "reveal")]
+    assert not held.events("summed")
+    assert "policy, minimum_cohort" in held.events("gave_up")[0]["why"]
+
+
+def test_an_authoritys_certificates_are_refused(hold: Hold) -> None:
+    held = hold()
+    arguments = (held.folder / "other", held.folder / "checkpoints", terms_of(held.job), None)
+    with pytest.raises(InputError, match="goes by the keys that clients were enrolled with"):
+        Server(held.job, *arguments, Direct(lambda order: {}), lambda text: None)
 
 
 @pytest.mark.parametrize("step", STEPS)

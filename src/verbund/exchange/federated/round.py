@@ -108,6 +108,15 @@ class Rounds:
     def round(self) -> int:
         return self.version + 1
 
+    @property
+    def absent(self) -> str:
+        """Who of those that were asked is missing, and why."""
+        return "; ".join(
+            f"{name}: {member.state}{f' ({member.reason})' if member.reason else ''}"
+            for name, member in sorted(self.members.items())
+            if member.state != "updated"
+        )
+
     # What comes from outside
 
     def select(self, available: Iterable[str], waited_enough: bool) -> list[Event]:
@@ -294,9 +303,4 @@ class Rounds:
         return [{"event": "abandoned", "round": self.round, "attempt": self.attempt, "why": why}]
 
     def _shortfall(self, when: str) -> str:
-        missing = "; ".join(
-            f"{name}: {member.state}{f' ({member.reason})' if member.reason else ''}"
-            for name, member in sorted(self.members.items())
-            if name not in self.updates
-        )
-        return f"{len(self.updates)} of at least {self.terms.quorum} updates were there {when}: {missing}"
+        return f"{len(self.updates)} of at least {self.terms.quorum} updates were there {when}: {self.absent}"

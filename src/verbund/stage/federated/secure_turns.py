@@ -63,6 +63,7 @@ class SecureTurns:
         if why_not := exchanges.shortfall(missing if over else gone):
             if not over and any(rounds.members[name].state == "lost" for name in gone):
                 return []  # who has lost its connection may be back in time
+            why_not = f"{why_not}; {rounds.absent}" if rounds.absent else why_not
             return rounds.unsummed(why_not, exchanges.step == "reveal")
         if missing - gone and not over:
             return []

@@ -156,11 +156,10 @@ class Exchanges:
         left = len(server.expected - (server.missing & without))
         if left >= server.round.least:
             return None
-        said = "".join(f"; {name}: {what}" for name, what in list(self.cheated.items())[:3])
         gone = sorted({*server.round.cohort} - (server.expected - server.missing))
         return (
             f"{left} of {server.round.size} clients are left in secure aggregation (`{server.step}`), "
-            f"{server.round.least} are needed; missing: {', '.join(gone[:5])}{' …' if len(gone) > 5 else ''}{said}"
+            f"{server.round.least} are needed; missing: {', '.join(gone[:5])}{' …' if len(gone) > 5 else ''}"
         )
 
     def due(self, client: str) -> Sent | None:
