@@ -292,3 +292,15 @@ def test_a_key_that_one_client_alone_was_shown_is_found(tmp_path: Path) -> None:
     client.append("peers", {"keys": {"b": "3" * 64}})
     with pytest.raises(InputError, match=r"3333.* as the public key of `b`, and the server's log has 2222"):
         verify_keys(server.path, client.path)
+
+
+def test_spent_budgets_end_a_training_that_has_begun_and_fail_one_that_has_not() -> None:
+    rounds = Rounds(Terms(rounds=5, cohort=3, quorum=2, attempts=2))
+    (event,) = rounds.out_of_budget(1)
+    assert event["event"] == "gave_up"
+    assert "not enough for one round of all but 1 clients" in event["why"]
+    rounds.apply({"event": "stepped", "round": 1, "version": 1})
+    assert not rounds.last_attempt
+    rounds.apply({"event": "abandoned", "round": 2, "attempt": 1, "why": "too few"})
+    assert rounds.last_attempt
+    assert rounds.out_of_budget(2) == [{"event": "ended", "why": "budget"}]

@@ -229,6 +229,23 @@ class Rounds:
         """Training ends before all rounds are done, e.g. as its target is reached."""
         return [{"event": "ended", "why": why}] if self.phase is Phase.SELECTING else []
 
+    @property
+    def last_attempt(self) -> bool:
+        """Whether the training fails if this attempt does."""
+        return self.terms.attempts > 1 and self.attempt >= self.terms.attempts
+
+    def out_of_budget(self, left: int) -> list[Event]:
+        """The privacy budgets of clients are spent, and those that are left are too few, or decline to be so few.
+
+        Args:
+            left: clients whose budget is not spent.
+        """
+        if self.version:
+            return self.end("budget")
+        needed = self.terms.quorum
+        why = f"the privacy budget is not enough for one round of all but {left} clients, and {needed} are needed"
+        return [{"event": "gave_up", "round": self.round, "attempt": self.attempt, "why": why}]
+
     def settle(self) -> list[Event]:
         """What follows from the state by itself; to be asked after every event, until nothing follows."""
         short = len(self.closed) < min(self.terms.quorum, len(self.members))

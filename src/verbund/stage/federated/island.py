@@ -77,7 +77,7 @@ class Training:
         if account is not None and event is not None:
             account.load(order["spent"])
             if not account.affords(event, count):
-                return {"spent": account.statement()}
+                return {"spent": _too_little(account, event, count)}
             account.spend(event, count)
         update, kept = self._local.train(assignment, positions, memory)
         if island.mesh.rank:
@@ -178,3 +178,16 @@ class Training:
                 own_metrics = replica.task.metrics(output, targets) if replica.task.metrics else None
                 evaluator.add(index, output, targets, sums, batch.ids, own_metrics)
         return evaluation.summed(island.job, island.groups.gather(evaluator.state(), "the gathering of metrics"))
+
+
+def _too_little(account: Accountant, event: Event, count: int) -> str:
+    """Why a client cannot send another update: what it has spent, or what a first one would take."""
+    if account.releases or account.budget is None or event.rate is None:
+        return account.statement()
+    from verbund.exchange.federated.privacy.accountant import noise_for
+
+    needed = noise_for(account.budget, account.delta, count, event.rate)
+    return (
+        f"It has {count} steps at rate {event.rate:.3g}; `privacy.noise` of about {needed:.2g} would be enough for a "
+        "first one"
+    )

@@ -137,8 +137,8 @@ class Server:
         buffered = bool(rounds.terms.buffer) and rounds.phase is Phase.TRAINING
         if rounds.phase is Phase.SELECTING or buffered:
             there, able = desk.available(), desk.able()
-            if not buffered and able is not None and len(able) < rounds.terms.quorum:
-                events = rounds.end("budget")
+            if not buffered and able is not None and (len(able) < rounds.terms.quorum or rounds.last_attempt):
+                events = rounds.out_of_budget(len(able))
             else:  # those whose privacy budget is spent are not waited for
                 come = able is not None and able <= set(there)
                 events = rounds.select(there, come or passed >= self._settings.gather)
