@@ -22,7 +22,6 @@ import base64
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from verbund.comm.wire import Connection, Message, Replies, Reply
@@ -33,6 +32,7 @@ from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.round import Answer, Phase
 from verbund.exchange.federated.round_journal import RoundJournal
 from verbund.job import Round
+from verbund.stage.federated.connected import Client
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.requests import answer_of, facts_of, number, state_of, statistics_of, text
 
@@ -42,31 +42,6 @@ HOLD_SECONDS = 15.0
 _STATES = frozenset(("failed", "declined"))
 OUT_OF_BUDGET = "privacy.budget"
 """Why a client declines all further rounds."""
-
-
-@dataclass
-class Client:
-    """What the desk knows of one client while this process lives."""
-
-    replies: Replies
-    connections: list[Connection] = field(default_factory=list)
-    gone: float = field(default_factory=time.monotonic)
-    """Since when it has no connection, if it has none."""
-    joined: bool = False
-    refuses: bool = False
-    spent: bool = False
-    """Whether its privacy budget is spent, so that it is asked for no more updates."""
-    past: tuple[int, int] = (0, 0)
-    """Bytes received and sent over connections that have ended."""
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """Received and sent, of whole messages."""
-        living = self.connections
-        return (
-            self.past[0] + sum(connection.received_bytes for connection in living),
-            self.past[1] + sum(connection.sent_bytes for connection in living),
-        )
 
 
 class Desk:

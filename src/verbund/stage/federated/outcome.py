@@ -10,7 +10,7 @@ from verbund.exchange.federated.round import Event
 from verbund.job import Job
 from verbund.observe.events import Journal
 from verbund.run import Run
-from verbund.stage.federated.desk import Client
+from verbund.stage.federated.connected import Client
 
 
 class Recorder:
