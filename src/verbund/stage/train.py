@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
-from verbund.run import Run
+from verbund.run import CHECKPOINTS
 from verbund.stage import flags
 from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation, example_of
@@ -50,10 +49,9 @@ _GATHERING, _COMPARISON = 1 << 20, (1 << 20) + 1
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of a training run, from its fork to its last checkpoint."""
-    run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = journal_of(worker, run, job)
+    journal = journal_of(worker, job)
     links = Links()
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
@@ -68,14 +66,14 @@ def work(worker: Worker) -> dict[str, Any]:
     exchange = None
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, tickets.sizes, journal, job.seed)
-    dropped = restore_exchange(Path(source), replica, exchange) if source else []
+    dropped = restore_exchange(worker.location(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
-    training = _Training(worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled)
+    training = _Training(worker, island, replica, tickets, exchange, journal, links, state, mirrors, refilled)
     worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
     worker.at_end.insert(0, lambda: _count_combined(journal, training.replica, exchange))
     if worker.joins:
@@ -95,7 +93,7 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), island.job.train.precision)
     replica.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
-    return replica, restore(Path(source), replica) if source else {}
+    return replica, restore(worker.location(source), replica) if source else {}
 
 
 def _tickets(island: Island, replica: Replica) -> Tickets:
@@ -122,7 +120,6 @@ class _Training:
     def __init__(
         self,
         worker: Worker,
-        run: Run,
         island: Island,
         replica: Replica,
         tickets: Tickets,
@@ -143,7 +140,8 @@ class _Training:
         )
         self.job = job
         self.tickets, self.exchange = tickets, exchange
-        self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
+        checkpoints = worker.location(worker.settings["run"]) / CHECKPOINTS
+        self.saver = Saver(worker, checkpoints, replica, job.cluster.step_deadline, exchange)
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
         self.total_steps: int | None = worker.settings["total_steps"]
         self.step = int(state.get("step", 0))
