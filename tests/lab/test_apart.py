@@ -21,7 +21,7 @@ from verbund.run import Run
 from verbund.stage import launch
 
 pytestmark = pytest.mark.skipif((why := missing()) is not None, reason=why or "")
-TASK = MARKED.replace("HERE = pathlib.Path(__file__).parent", "HERE = pathlib.Path('/proc/self/cwd')")
+TASK = MARKED.replace("HERE = pathlib.Path(__file__).parent", "HERE = pathlib.Path(os.environ['HOME'])")
 
 
 def on(lab: Lab, host: int, folder: Path, own: Path, *words: str) -> subprocess.Popen[str]:
@@ -72,10 +72,15 @@ def test_two_hosts_without_a_common_folder(
 
         command, joiners = begin("train", "job.toml", "--run", "run")
         wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint", 90)
-        victim = next(pid for pid in lab.pids(1) if (owns[1] / f"pid-{pid}").exists())
+
+        def computing() -> list[int]:
+            return [pid for pid in lab.pids(1) if (owns[1] / f"pid-{pid}").exists()]
+
+        (victim,) = computing()
         os.kill(victim, signal.SIGKILL)
-        replaced = owns[1].glob
-        wait_for(lambda: [p for p in replaced("pid-*") if p.name != f"pid-{victim}"], "another worker", 60)
+        journals = (tmp_path / "run" / "journal").glob
+        wait_for(lambda: len([*journals("worker-*")]) == 3, "another worker's journal", 60)
+        wait_for(lambda: computing() not in ([], [victim]), "another worker", 60)
         command.send_signal(signal.SIGINT)
         _, errors = command.communicate(timeout=60)
         assert command.returncode == 130, errors
