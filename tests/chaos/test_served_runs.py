@@ -5,7 +5,6 @@ The model has one parameter of which every update is exactly 1, so that it count
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from conftest import MakeJob
 from processes import gone
 from trained import parameters
 from verbund import checkpoint
+from verbund.cluster.local import LocalCluster
 from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
@@ -76,7 +76,7 @@ Disturbed = Callable[..., tuple[Run, Striker]]
 
 
 @pytest.fixture
-def disturbed(shared_cluster: object, make_job: MakeJob, tmp_path: Path) -> Disturbed:
+def disturbed(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> Disturbed:
     """Trains under a schedule of strikes."""
     count = 0
 
@@ -86,22 +86,25 @@ def disturbed(shared_cluster: object, make_job: MakeJob, tmp_path: Path) -> Dist
         job = make_job(task, {**CHANGES, **parse_strategy(strategy), **changes})
         directory = tmp_path / f"run-{count}"
         striker = Striker(directory, job.world + job.strategy.exchange.servers + 1, schedule)
-        before = _sockets()
+        before = _sockets(shared_cluster)
         striker.start()
         try:
             run = launch.train(job, directory)
         finally:
             striker.end()
             assert gone(list(striker.seen), 2), "processes are left"
-            assert _sockets() == before, "sockets are left"
+            assert _sockets(shared_cluster) == before, "sockets are left"
             assert not (directory / "servers").exists()
         return run, striker
 
     return train
 
 
-def _sockets() -> int:
-    return len([line for line in Path("/proc/net/unix").read_text().splitlines() if f"verbund-{os.getpid()}" in line])
+def _sockets(cluster: LocalCluster) -> int:
+    """Those in the folder where the processes of the runs meet: the supervisor's at least."""
+    found = [line for line in Path("/proc/net/unix").read_text().splitlines() if str(cluster.scratch) in line]
+    assert found, "no socket is seen at all"
+    return len(found)
 
 
 def whole(run: Run, steps: int = STEPS) -> None:

@@ -17,7 +17,7 @@ from verbund.errors import ClusterLost, RunFailed
 from verbund.interrupts import Interrupts
 from verbund.job import Cluster as Limits
 
-WORKERS = [ProcessSpec("worker", rank, 2, "x:y", neighbours=2) for rank in range(2)]
+WORKERS = [ProcessSpec("worker", rank, 2, "x:y", neighbours=2, residents=3) for rank in range(2)]
 SERVER = ProcessSpec("server", 0, 1, "x:y", serves=True)
 COORDINATOR = ProcessSpec("coordinator", 0, 1, "x:y", serves=True)
 
@@ -134,7 +134,7 @@ def test_a_lost_worker_and_a_lost_server(run: Run) -> None:
 def test_a_replacement_has_the_share_of_its_host_that_the_lost_one_had(run: Run) -> None:
     _, cluster = run({("worker", 0, 0): work, ("worker", 1, 0): die, ("worker", 1, 1): work, ("server", 0, 0): serve})
     (fresh,) = cluster.started[3:]
-    assert fresh.neighbours == 2
+    assert (fresh.neighbours, fresh.residents) == (2, 3)
 
 
 def test_one_that_does_not_come_to_life_is_replaced_again(run: Run) -> None:

@@ -32,6 +32,13 @@ def test_stopped_before_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cluster.scratch.exists()
 
 
+def test_who_shares_a_host(shared_cluster: LocalCluster) -> None:
+    roles = ["worker", "worker", "server"]
+    specs = [ProcessSpec(role, number % 2, 2, "x:y") for number, role in enumerate(roles)]
+    found = [shared_cluster._on_host(spec, [0, 0, 0], roles, number) for number, spec in enumerate(specs)]
+    assert [(spec.place, spec.neighbours, spec.residents) for spec in found] == [(0, 2, 3), (1, 2, 3), (0, 1, 3)]
+
+
 def test_stopped_before_it_forks() -> None:
     cluster = LocalCluster()
     server = cluster.server.pid

@@ -55,7 +55,7 @@ def loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def made(make_job: MakeJob) -> Replica:
     job = make_job(TASK, SETTINGS)
     replica = Replica(tasks.load(job), job, Mesh(), Groups.alone(torch.device("cpu")))
-    replica.atomic = True
+    replica.optimizer_step.atomic = True
     return replica
 
 
@@ -89,12 +89,12 @@ def test_a_step_that_was_broken_off_is_concluded_alone(
         patch.setattr(Groups, "agree", broken)
         with pytest.raises(PeerLost):
             step(left, 3, journal)
-    assert left.ready
+    assert left.optimizer_step.ready
     assert not equal(whole, left)
-    left.undo()
-    left.conclude()
-    left.conclude()  # once more changes nothing
-    assert not left.ready
+    left.optimizer_step.undo()
+    left.optimizer_step.conclude()
+    left.optimizer_step.conclude()  # once more changes nothing
+    assert not left.optimizer_step.ready
     assert equal(whole, left)
 
 
@@ -110,9 +110,9 @@ def test_a_step_that_was_broken_off_within_a_pass_changes_nothing(
         patch.setattr(loss, "happens", broken)
         with pytest.raises(PeerLost):
             step(left, 1, journal)
-    assert not left.ready
+    assert not left.optimizer_step.ready
     assert not equal(whole, left)
-    left.undo()
+    left.optimizer_step.undo()
     assert equal(whole, left)
     anew = made(make_job)
     anew.state.give({key: values.clone() for key, values in left.state.tensors().items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ def test_bad_input(run_job: RunJob, tmp_path: Path) -> None:
 
 def test_command_line(run_job: RunJob, tmp_path: Path, command: Command) -> None:
     run = run_job(MLP)
+    (tmp_path / f".out.partial-{os.getpid()}").mkdir()  # of one that was killed: in a container numbers come again
     document = command("export", str(run.path), "--out", "out", "--json").document
     assert document["files"] == ["model.safetensors"]
     assert document["folder"] == str(tmp_path / "out")

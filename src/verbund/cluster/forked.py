@@ -192,7 +192,12 @@ class ForkedCluster:
         if spec.neighbours:
             return spec
         alike = list(zip(places, roles, strict=True))
-        return replace(spec, place=alike[:number].count(alike[number]), neighbours=alike.count(alike[number]))
+        return replace(
+            spec,
+            place=alike[:number].count(alike[number]),
+            neighbours=alike.count(alike[number]),
+            residents=places.count(places[number]),
+        )
 
     def _forked(
         self, specs: list[ProcessSpec], places: list[int], deadline: float

@@ -28,6 +28,7 @@ class ProcessSpec:
         host: the number of the host where it must run; None: where the cluster places it.
         place: its number among those of its role on its host, set by the cluster.
         neighbours: how many of them are there, itself among them; set by the cluster where it is 0.
+        residents: how many processes of any role are there, likewise.
         life: how many processes had this role and rank before it in this generation.
         serves: whether it works for others: it ends when all who do not have ended, being told to `finish`.
         address: its host's own address, where processes of several hosts meet; None: all are on this machine.
@@ -42,6 +43,7 @@ class ProcessSpec:
     host: int | None = None
     place: int = 0
     neighbours: int = 0
+    residents: int = 0
     address: str | None = None
     life: int = 0
     serves: bool = False

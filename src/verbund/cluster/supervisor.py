@@ -274,11 +274,13 @@ class Supervisor:
         watched = [w for w in self._watched.values() if w.process.spec.role == spec.role]
         former = next((w.process for w in reversed(watched) if w.name == (spec.role, spec.rank)), None)
         if former is not None:
-            place, neighbours = former.spec.place, former.spec.neighbours
-            return replace(spec, host=former.host, place=place, neighbours=neighbours)
+            was = former.spec
+            return replace(spec, host=former.host, place=was.place, neighbours=was.neighbours, residents=was.residents)
         hosts = [w.process.host for w in watched if not w.replaced]
         fewest = min(sorted(set(hosts)), key=hosts.count)
-        return replace(spec, host=fewest, place=hosts.count(fewest), neighbours=hosts.count(fewest) + 1)
+        residents = sum(w.process.host == fewest and not w.replaced for w in self._watched.values()) + 1
+        count = hosts.count(fewest)
+        return replace(spec, host=fewest, place=count, neighbours=count + 1, residents=residents)
 
     def _matters(self, watched: Watched) -> bool:
         """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""

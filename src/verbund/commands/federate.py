@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,32 @@ def enroll(
     return Answer({"status": "done", "name": name, "file": str(out)}, [line])
 
 
+@app.command(epilog="Example: `verbund federate identity --home north/home --name north`")
+def identity(
+    home: Annotated[
+        Path, typer.Option("--home", metavar="DIR", help="The client's identity; made if there is none.")
+    ] = Path("federated-client"),
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Of the client, before it is enrolled.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> Answer:
+    """Print a client's public key, for the policies (`[peers]`) of the other owners."""
+    from verbund.exchange.federated.secure import pinned
+    from verbund.stage.federated.home import Home
+
+    place = Home(home)
+    known = place.pinned()
+    called = name or (known[1] if known else None)
+    if called is None:
+        raise InputError("this client has no name yet", where=str(home), fix="Give it: `--name NAME`")
+    key = pinned(place.identity.certificate).hex()
+    line = f'{json.dumps(called)} = "{key}"'
+    return Answer({"status": "done", "name": called, "key": key}, [line], [line])
+
+
 @app.command(
     epilog="Example: `verbund federate audit runs/federated/federated/audit.jsonl --told federated-client/audit.jsonl`"
 )
@@ -189,12 +216,14 @@ def audit(
     debug: Debug = False,
 ) -> Answer:
     """Check that nothing in an audit log was changed, left out or put in."""
-    from verbund.exchange.federated.audit import heads_told, verify
+    from verbund.exchange.federated.audit import heads_told, verify, verify_keys
 
     head = verify(file)
     heads = [noted for path in told or [] for noted in heads_told(path, head.log)]
     verify(file, heads)
+    keys = sum(verify_keys(file, path) for path in told or [])
     against = f", and the {len(heads)} heads that clients were told" if told else ""
+    against += f" and {keys} public keys that they were shown" if keys else ""
     line = f"{file}: {head.count} lines, each follows on the one before{against}; head {head.hash}"
     return Answer({"status": "done", "lines": head.count, "head": head.hash, "heads": len(heads)}, [line])
 

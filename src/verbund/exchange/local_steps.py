@@ -73,7 +73,7 @@ class LocalSteps:
         self._step = 0
         self._exchanges = 0
         self._plain = Totals(self._group.world)
-        replica.common = self
+        replica.evaluation.common = self
 
     def begin(self, step: int) -> None:
         """Training begins after `step` steps with what the replica has now, which is the same in all islands."""

@@ -25,6 +25,9 @@ class Round(Section):
     """Seconds to wait for all of the cohort to be there before a round begins with fewer."""
     lost_after: Annotated[float, Field(gt=0.0)] = 60.0
     """Seconds without a connection after which a client is no longer waited for in this round."""
+    step_deadline: Annotated[float, Field(gt=0.0)] = 600.0
+    """secure: seconds for each of the five exchanges that follow training; who has not answered by then has dropped
+    out."""
     attempts: Positive = 3
     """How often one round is begun before the training fails."""
     labels: dict[str, str] = {}

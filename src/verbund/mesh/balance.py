@@ -1,11 +1,10 @@
 """Shares of a global batch that go by how fast each worker has been.
 
 Each step, all learn every worker's own seconds of it: they travel with the gradients' sums. Every so many steps each
-computes from them, alike, the seconds that a sample takes each worker, and gives a worker samples in proportion to what
-it does in a second. If all then take equally long, it stays so: what a step costs a worker beside its samples is in its
-seconds, so the shares settle where the workers end together. (Tyagi and Sharma, "Taming resource heterogeneity in
-distributed ML training with dynamic batching", ACSOS 2020, control the batch sizes of workers likewise; there gradients
-must be weighted by them, while here they are sums.)
+computes from them, alike, what a step of so many samples takes each worker (see `Speeds`), and gives each so many that
+all end together. (Tyagi and Sharma, "Taming resource heterogeneity in distributed ML training with dynamic batching",
+ACSOS 2020, control the batch sizes of workers likewise; there gradients must be weighted by them, while here they are
+sums.)
 
 Which samples a step has, and by what their sum is divided, does not change; only who computes which.
 """
@@ -14,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 
 from verbund.job import Stragglers
 from verbund.mesh.axes import Division, Mesh
+from verbund.mesh.speeds import Speeds
 
 PARTS = 1 << 16
 """Weights of shares are whole numbers that add up to about so much."""
-NEWEST = 0.5
-"""The weight of the last steps' speed against that of all before them."""
 LEAST_SECONDS = 0.5
 """Speeds are those of so long a time at least: in short steps they are mostly noise."""
 WORTH = 0.97
@@ -87,8 +84,8 @@ class Balance:
     def _forget(self, step: int) -> None:
         self._next = step
         self._known = [_Shares(step)]
-        self._pace: list[float] = []
-        self._clear()
+        self._speeds = Speeds(self.workers, sum(self._whole) / self.workers)
+        self._passed = 0.0
 
     @property
     def place(self) -> int:
@@ -168,38 +165,17 @@ class Balance:
         self._next = step + 1
         if not self._moves:
             return None
-        for worker, (count, took) in enumerate(zip(self.counts(step, sizes), seconds, strict=True)):
-            if count and took > 0:
-                self._samples[worker].append(count)
-                self._seconds[worker].append(took)
+        self._speeds.record(self.counts(step, sizes), seconds)
         self._passed += max(seconds)
         if (step + 1) % self._settings.every or self._passed < LEAST_SECONDS:
             return None
-        return self._decide(step + 1 + self._lead)
-
-    def _clear(self) -> None:
         self._passed = 0.0
-        self._samples: list[list[int]] = [[] for _ in range(self.workers)]
-        self._seconds: list[list[float]] = [[] for _ in range(self.workers)]
+        return self._decide(step + 1 + self._lead) if self._speeds.look() else None
 
     def _decide(self, since: int) -> list[int] | None:
-        found = [_pace(*pair) for pair in zip(self._samples, self._seconds, strict=True)]
-        self._clear()
-        measured = sorted(pace for pace in found if pace is not None)
-        if not measured:
-            return None
-        before = self._pace or [0.0] * self.workers
-        # Who had no sample counts as it did, or as the median.
-        usual = measured[(len(measured) - 1) // 2]
-        self._pace = [
-            (last or usual) if pace is None else NEWEST * pace + (1 - NEWEST) * last if last else pace
-            for pace, last in zip(found, before, strict=True)
-        ]
-        fastest = min(self._pace)
-        total = sum(fastest / pace for pace in self._pace)
-        weights = tuple(max(round(PARTS * fastest / pace / total), 1) for pace in self._pace)
+        weights = self._weights()
         former, shares = (self._promised(each) for each in (self._known[-1].weights, weights))
-        now, then = (max(map(mul, self._pace, counts)) for counts in (former, shares))
+        now, then = (self._speeds.longest(counts) for counts in (former, shares))
         if then > WORTH * now:
             return None
         current = next(known for known in reversed(self._known) if known.since < self._next)
@@ -207,13 +183,13 @@ class Balance:
         self._known = [current, *later, _Shares(since, weights)]
         return shares
 
-
-def _pace(samples: Sequence[int], seconds: Sequence[float]) -> float | None:
-    """Seconds per sample; the slowest step is left out, as a pause (a checkpoint, garbage) does not come in each."""
-    if not samples:
-        return None
-    if len(samples) > 2:
-        slowest = max(range(len(samples)), key=lambda at: seconds[at] / samples[at])
-        samples = [count for at, count in enumerate(samples) if at != slowest]
-        seconds = [took for at, took in enumerate(seconds) if at != slowest]
-    return sum(seconds) / sum(samples)
+    def _weights(self) -> tuple[int, ...]:
+        """Those of shares with which all end together: of all workers, or, where each island has samples of its own, of
+        those of an island."""
+        sizes = self._whole if self._apart else (sum(self._whole),)
+        together, wanted = self.workers // len(sizes), list[float]()
+        for group, size in enumerate(sizes):
+            first = group * together
+            wanted += self._speeds.shares(first, first + together, size, self._even.unit)
+        total = sum(sizes)
+        return tuple(max(round(PARTS * share / total), 1) for share in wanted)

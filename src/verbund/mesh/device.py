@@ -33,8 +33,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def use_threads(setting: int, workers: int) -> int:
-    """Sets the threads of this worker's operations: `setting`, or a fair share of the cores if it is 0."""
-    threads = setting or max(1, cores() // workers)
+def use_threads(setting: int, processes: int) -> int:
+    """Sets the threads of this process's operations: `setting`, or a fair share of the cores if it is 0."""
+    threads = setting or max(1, cores() // processes)
     torch.set_num_threads(threads)
     return threads

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,20 @@ from verbund.cluster.watched import ADDING_UP
 from verbund.data.loader import Batch
 from verbund.errors import InputError, TaskError
 from verbund.job import Job, Train
-from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer, schedule
+from verbund.mesh import activation_checkpointing, batch_statistics, equality, optimizer
 from verbund.mesh.axes import Division, Mesh
 from verbund.mesh.balance import Balance
 from verbund.mesh.compression import GradientCompression
 from verbund.mesh.data import GradientSums, StepSums
 from verbund.mesh.divide import divide, example_call, refuse, whole
 from verbund.mesh.ema import ExponentialMovingAverage
-from verbund.mesh.forward import ForwardPass, Tables, call
+from verbund.mesh.evaluation import Evaluation
+from verbund.mesh.forward import ForwardPass, Tables
 from verbund.mesh.gradients import add_up, norm
 from verbund.mesh.groups import Groups
-from verbund.mesh.initial.of_task import first_values, recorded_task
-from verbund.mesh.initial.seeds import seed_everything
+from verbund.mesh.initial.begin import begin
+from verbund.mesh.initial.of_task import first_values
+from verbund.mesh.optimizer_step import OptimizerStep
 from verbund.mesh.own_seconds import TOLD, OwnSeconds
 from verbund.mesh.passes import Passes
 from verbund.mesh.state import State
@@ -37,21 +38,12 @@ from verbund.mesh.tensor import layers
 from verbund.mesh.tensor.loss import vocabulary_parallel
 from verbund.observe.events import Journal, index_among
 from verbund.randomness import SampleRandomness, WorkerRandomness
-from verbund.sums import Sums
-from verbund.tables import bare, train_densely
+from verbund.tables import train_densely
 from verbund.task import Task
 
 Doing = Callable[[str, int], None]
 _PLANNED = 4
 """Batches that a loader has in its hands besides those that wait."""
-
-
-class Common(Protocol):
-    """What keeps another set of the model's weights."""
-
-    def swapped(self) -> AbstractContextManager[None]:
-        """Within the block the model has them."""
-        ...
 
 
 class Replica:
@@ -90,17 +82,8 @@ class Replica:
         self.groups = groups
         self.device = groups.island.device
         self.doing = doing
-        seed_everything(job.seed)
-        if not job.train.compile:
-            optimizer.without_dynamo()
-        recorded = recorded_task(task, job.seed) if deferred and mesh.divides_model else None
-        model = unbuilt
-        if model is None:
-            with bare() if take_tables is not None else nullcontext():
-                model = recorded.model if recorded is not None else task.build()
-        tables = take_tables(model) if take_tables is not None else None
-        if recorded is None and unbuilt is None:
-            model = model.to(self.device)  # without the tables, which may have no memory
+        begun = begin(task, job, self.device, deferred and mesh.divides_model, unbuilt, take_tables)
+        model, recorded, tables = begun.model, begun.recorded, begun.tables
         self.model = model
         if tables is not None and tables.names and mesh.divides_model:
             raise InputError(
@@ -147,8 +130,6 @@ class Replica:
         self.ema: ExponentialMovingAverage | None = None
         if job.train.ema is not None:
             self.ema = ExponentialMovingAverage(named, job.train.ema)
-        self.common: Common | None = None
-        """What has the islands' common weights, where islands train alone."""
         self.state = State(model, divided, self.optimizer, self.ema, mesh)
         self.loss_scale = optimizer.LossScale(job.train.loss_scale) if job.train.precision == "fp16" else None
 
@@ -178,16 +159,17 @@ class Replica:
         self._summing = mesh.peers("data") if job.strategy.exchange.local else mesh.peers("islands", "data")
         objective = None if "loss" in task.own else job.train.objective
         local = vocabulary_parallel(task.loss, objective, divided.columns, self.axis)
-        self._local_logits = local is not None and divided.output_is_last
-        loss = local if local is not None and self._local_logits else task.loss
+        local_logits = local is not None and divided.output_is_last
+        loss = local if local is not None and local_logits else task.loss
         for column in divided.columns:
-            column.local = self._local_logits
+            column.local = local_logits
         called: Callable[..., Any] = torch.compile(model) if job.train.compile else model
         self._forward = ForwardPass(called, task, loss, job.train, self.randomness, self.device, synchronised)
         self.tables = tables
-        self.atomic = False
-        """Whether all agree upon each update: see `update`."""
-        self._unconcluded: Callable[[], object] | None = None
+        self.evaluation = Evaluation(model, task, divided, self._forward, local_logits, self.speaks, self.ema)
+        self.optimizer_step = OptimizerStep(
+            job.train, self.optimizer, self._sums, self.buffers, self.loss_scale, self.ema, self._norm, self._agree
+        )
         # Collectives of the passes themselves must not change places with those of the buckets.
         before_last = self._sums.overlap if not self.joins_forward else lambda: None
         self._passes = Passes(model, divided, self._forward, self.buffers, mesh, job.strategy, before_last)
@@ -330,6 +312,10 @@ class Replica:
         with self._busy.blocked():
             return norm(self.divided.trained, self.groups.replica)
 
+    def _agree(self) -> None:
+        with self._busy.blocked():
+            self.groups.agree("the agreement on a step")
+
     def update(
         self,
         step: int,
@@ -338,116 +324,13 @@ class Replica:
         total_steps: int | None,
         correct: Callable[[], None] | None = None,
     ) -> bool:
-        """Divides the sums, clips by the global norm, and takes the optimiser step.
-
-        Where `atomic`, all workers agree in between that they have all that the update needs: if one is lost, either
-        nobody has taken the step, or each that is left has, or can by `conclude`, which needs nobody else.
-
-        Args:
-            step: that the learning rate is of.
-            sizes: the samples of each island's share.
-            sums: of the step's gradients.
-            total_steps: of the training, if known.
-            correct: changes the gradients before they are used.
-
-        Returns:
-            False if the step was left out: an overflow in fp16, or samples of no weight.
-        """
+        """Takes the optimiser's step with the sums of the islands' shares of these sizes; see `OptimizerStep.take`."""
         with self._busy.between():
-            return self._updated(step, sizes, sums, total_steps, correct)
-
-    def _updated(
-        self,
-        step: int,
-        sizes: Sequence[int],
-        sums: StepSums,
-        total_steps: int | None,
-        correct: Callable[[], None] | None,
-    ) -> bool:
-        length = self._length(sums)
-        if self.atomic:
-            self._unconcluded = lambda: self._apply(step, sizes, sums, total_steps, length, correct)
-            with self._busy.blocked():
-                self.groups.agree("the agreement on a step")
-            self._unconcluded = None
-        return self._apply(step, sizes, sums, total_steps, length, correct)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a step was broken off that `conclude` can take."""
-        return self._unconcluded is not None
-
-    def conclude(self) -> None:
-        """Takes the step upon which the workers were about to agree, as others have."""
-        apply, self._unconcluded = self._unconcluded, None
-        if apply is not None:
-            apply()
-
-    def undo(self) -> None:
-        """Puts back what a step that was broken off has changed, unless it is to be concluded."""
-        if self._unconcluded is None:
-            self.buffers.undo()
-
-    def _apply(
-        self,
-        step: int,
-        sizes: Sequence[int],
-        sums: StepSums,
-        total_steps: int | None,
-        length: float | None,
-        correct: Callable[[], None] | None,
-    ) -> bool:
-        """The part of an update that needs nobody else."""
-        factor = self._factor(sizes, sums, length)
-        if factor is None:
-            return False
-        gradients = self._sums.gradients()
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        if correct is not None:
-            correct()
-        schedule.apply(self.optimizer, schedule.factor(self.train.schedule, step, total_steps))
-        self.optimizer.step()
-        if self.ema is not None:
-            self.ema.update()
-        return True
+            return self.optimizer_step.take(step, sum(self.joint(sizes)), sums, total_steps, correct)
 
     def settle(self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float]) -> float | None:
-        """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
-        divided by the weight, unscaled and clipped.
-
-        Args:
-            sizes: samples of the step, by worker.
-            sums: of the step.
-            elsewhere: the squared norm of summed gradients that this replica does not hold: of tables.
-
-        Returns:
-            The factor; None if the step is to be left out.
-        """
-        length = self._length(sums)
-        if length is not None:
-            length = math.sqrt(length**2 + elsewhere())
-        return self._factor(sizes, sums, length)
-
-    def _length(self, sums: StepSums) -> float | None:
-        """The global norm of the summed gradients; None if nobody asks for it."""
-        asked = self.loss_scale is not None or self.train.clip_norm is not None
-        return self._norm(self._sums.gradients()) if asked and sums.weight else None
-
-    def _factor(self, sizes: Sequence[int], sums: StepSums, length: float | None) -> float | None:
-        size = sum(self.joint(sizes))
-        if size:
-            self.buffers.apply(sums.extra, size)
-        if sums.weight == 0:
-            return None
-        factor = size / sums.weight / (self.loss_scale.scale if self.loss_scale else 1.0)
-        if length is not None:
-            length *= factor
-            if self.loss_scale is not None and not self.loss_scale.update(length):
-                return None
-            if self.train.clip_norm is not None and length > self.train.clip_norm:
-                factor *= self.train.clip_norm / length
-        return factor
+        """What the gradients must be multiplied by, where others take the step; see `OptimizerStep.settle`."""
+        return self.optimizer_step.settle(sum(self.joint(sizes)), sums, elsewhere)
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
@@ -472,54 +355,6 @@ class Replica:
                     fix="Call torch.nn.functional.embedding without sparse=True; of modules it is taken away",
                 )
         self.optimizer.step()
-
-    # -- evaluation ----------------------------------------------------------------------------------------------
-
-    def evaluate(self, batch: Batch) -> tuple[Any, Any, Sums] | None:
-        """Output, targets and loss of one evaluation batch, on the worker that has the output, else None; `averaged`
-        decides which weights are used."""
-        with torch.inference_mode(), self._forward.autocast():
-            columns = self._forward.placed(batch.columns)
-            output = self._output(self.task.inputs(columns), batch.ticket)
-            if output is None or not self.speaks:
-                return None
-            targets = self.task.targets(columns)
-            return output, targets, self.task.loss(output, targets)
-
-    def predict(self, batch: Batch) -> Any:
-        """The model's output for one batch that needs no targets, on the worker that has it, else None."""
-        with torch.inference_mode(), self._forward.autocast():
-            output = self._output(self.task.inputs(self._forward.placed(batch.columns)), batch.ticket)
-        return output if self.speaks else None
-
-    def _output(self, inputs: Any, number: int) -> Any:
-        if self.shards is not None:
-            self.shards.gather_rest(training=False)
-        if self.pipeline is None:
-            return call(self.model, inputs)
-        return self.pipeline.evaluate(number, lambda: call(self.model, inputs))
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within the block the model evaluates, with the weights that are to be judged (see `judged`)."""
-        self.model.eval()
-        for column in self.divided.columns:
-            column.local = False
-        try:
-            with self.judged():
-                yield
-        finally:
-            if self.pipeline is not None:
-                self.pipeline.finish()
-            if self.shards is not None:
-                self.shards.free()
-            for column in self.divided.columns:
-                column.local = self._local_logits
-
-    def judged(self) -> AbstractContextManager[Any]:
-        """Within the block the model has its moving-average weights, if the job keeps any, or those that islands which
-        train alone have in common."""
-        return next((each.swapped() for each in (self.ema, self.common) if each is not None), nullcontext())
 
     # -- state ---------------------------------------------------------------------------------------------------
 

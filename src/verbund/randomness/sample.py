@@ -8,7 +8,6 @@ everywhere, and so does a pass after one that moved torch's own generator behind
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,67 +19,16 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from verbund.errors import TaskError
-from verbund.randomness import functions, recurrent
-from verbund.randomness.functions import Fill, Shape
-from verbund.randomness.hash import combine, sample_keys, single_key, text_key, use_key
-from verbund.randomness.override import Override
+from verbund.randomness import functions
+from verbund.randomness.forward_pass import OUTSIDE, Pass
+from verbund.randomness.keyed import KeyedDropout, KeyedRecurrent, Watched, hide_from_compiler
+from verbund.randomness.source import Fill, Shape
 
 _OUT = 'Put the batch first, or set train.randomness = "worker" to draw from torch\'s own generator'
-# What draws while no module is being called: the task's loss, its `inputs`.
-_OUTSIDE = "(outside the model)"
-_SHARED = text_key("shared by the global batch")
 # Draws whose layout is remembered, to notice one that changes; a loop without end must not fill the memory.
 _SITES = 4096
 # Passes between two searches that found nothing double, up to this.
 _LONGEST_PAUSE = 1 << 12
-
-
-class _Pass:
-    """One forward pass: whose samples, and what was drawn so far."""
-
-    __slots__ = ("_bases", "_key", "ids", "moded", "name", "searching", "seed", "step", "training", "uses")
-
-    def __init__(self, seed: int, step: int, ids: Tensor) -> None:
-        self.seed = seed
-        self.step = step
-        self.ids = ids
-        self.uses: dict[str, int] = {}
-        self.name = _OUTSIDE
-        self.training = False
-        self.moded = False
-        self.searching = False
-        self._key: int | None = None
-        self._bases: dict[torch.device, Tensor] = {}
-
-    def copy(self) -> _Pass:
-        """The same state, which then goes its own way."""
-        copied = _Pass(self.seed, self.step, self.ids)
-        copied.uses = dict(self.uses)
-        copied.name, copied.training = self.name, self.training
-        copied.moded, copied.searching = self.moded, self.searching
-        copied._key, copied._bases = self._key, self._bases
-        return copied
-
-    def _step_key(self) -> int:
-        if self._key is None:
-            self._key = combine(self.seed, self.step)
-        return self._key
-
-    def next_use(self, name: str) -> int:
-        use = self.uses.get(name, 0)
-        self.uses[name] = use + 1
-        return use
-
-    def sample_keys(self, name: str, use: int, device: torch.device) -> Tensor:
-        """Row keys of all samples, int32 [2, B, 1]."""
-        base = self._bases.get(device)
-        if base is None:
-            base = self._bases[device] = sample_keys(self._step_key(), self.ids).to(device)
-        return base ^ use_key(name, use, device)
-
-    def shared_key(self, name: str, use: int, device: torch.device) -> Tensor:
-        """One row key for the whole global batch, int32 [2, 1, 1]."""
-        return single_key(combine(self._step_key(), _SHARED, text_key(name), use), device)
 
 
 class SampleRandomness:
@@ -102,13 +50,15 @@ class SampleRandomness:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
         self._model = model
-        self._pass: _Pass | None = None
-        self._mode = _Mode(self)
+        self.current: Pass | None = None
+        """The one under way."""
+        self.mode = _Mode(self)
+        """Meets random functions where it is on."""
         self._active = _Active(self)
         self._modules = dict(model.named_modules())
         self._time_major = any(getattr(module, "batch_first", True) is False for module in model.modules())
         self._layouts: dict[tuple[str, int], tuple[bool, int, int]] = {}
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, Watched] = {}
         self._drawing: set[str] = set()
         self._searched = False
         self._suspicious = False
@@ -119,9 +69,9 @@ class SampleRandomness:
         self._cuts: dict[tuple[str, int], tuple[int, int, int, int]] = {}
         for name, module in model.named_modules():
             if isinstance(module, _DropoutNd) and type(module).__module__ == _DropoutNd.__module__:
-                _KeyedDropout(self, name, module).install()
+                KeyedDropout(self, name, module).install()
             elif isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
-                _KeyedRecurrent(self, name, module).install()
+                KeyedRecurrent(self, name, module).install()
 
     def active(self, step: int, ids: Tensor) -> AbstractContextManager[None]:
         """Within the block the forward pass of the samples `ids` (int64 [B]) draws keyed numbers.
@@ -133,9 +83,9 @@ class SampleRandomness:
 
     def context_fn(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For activation checkpointing: the repetition of a forward pass draws what the first one drew."""
-        if self._pass is None:
+        if self.current is None:
             return nullcontext(), nullcontext()
-        return nullcontext(), _Again(self, self._pass.copy())
+        return nullcontext(), _Again(self, self.current.copy())
 
     def report(self) -> str:
         return "sample"
@@ -162,34 +112,34 @@ class SampleRandomness:
 
     def uses(self) -> dict[str, int]:
         """How often each module drew in this pass so far."""
-        return dict(self._pass.uses) if self._pass is not None else {}
+        return dict(self.current.uses) if self.current is not None else {}
 
     def skip(self, uses: dict[str, int]) -> None:
         """Goes on as if modules had drawn so many times more."""
-        if self._pass is not None:
+        if self.current is not None:
             for name, count in uses.items():
-                self._pass.uses[name] = self._pass.uses.get(name, 0) + count
+                self.current.uses[name] = self.current.uses.get(name, 0) + count
 
     # -- passes --------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, ids: Tensor) -> None:
-        current = self._pass = _Pass(self._seed, step, ids)
+        current = self.current = Pass(self._seed, step, ids)
         if not self._model.training:
             return
         current.training = True
         if not self._searched:
-            _hide_from_compiler()
+            hide_from_compiler()
         if not self._searched or (self._suspicious and self._passes >= self._next_search):
             current.searching = True
             self._watch(set(self._modules))
-        if current.searching or _OUTSIDE in self._drawing:
+        if current.searching or OUTSIDE in self._drawing:
             current.moded = True
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, state: _Pass, completed: bool, moved: bool) -> None:
-        self._pass = None
+    def _end(self, state: Pass, completed: bool, moved: bool) -> None:
+        self.current = None
         if state.moded:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if not completed or not state.training:
             return
         self._passes += 1
@@ -198,9 +148,9 @@ class SampleRandomness:
         elif moved and not state.moded:
             self._suspicious = True
 
-    def _settle(self, state: _Pass) -> None:
+    def _settle(self, state: Pass) -> None:
         """After a search: from now on the mode is on in the modules that drew, and what is below them has its name."""
-        found = {name for name in self._mode.met if name not in self._drawing}
+        found = {name for name in self.mode.met if name not in self._drawing}
         late = found and self._searched
         self._suspicious = False
         if found:
@@ -210,7 +160,7 @@ class SampleRandomness:
         self._next_search = self._passes + self._pause
         self._searched = True
         self._drawing |= found
-        everywhere = _OUTSIDE in self._drawing
+        everywhere = OUTSIDE in self._drawing
         self._watch({n for n in self._modules if everywhere or any(_within(n, top) for top in self._drawing)})
         if late:
             names = ", ".join(f"`{name}`" for name in sorted(found))
@@ -225,7 +175,7 @@ class SampleRandomness:
             if name not in names:
                 self._watched.pop(name).remove()
         for name in names - self._watched.keys():
-            watched = self._watched[name] = _Watched(self, name, self._modules[name])
+            watched = self._watched[name] = Watched(self, name, self._modules[name])
             watched.install()
 
     # -- draws ---------------------------------------------------------------------------------------------------
@@ -255,7 +205,7 @@ class SampleRandomness:
         Raises:
             TaskError: if there is no batch dimension where one must be, or if a draw has one now and then.
         """
-        current = self._pass
+        current = self.current
         assert current is not None
         if name is None:
             name = current.name
@@ -275,7 +225,7 @@ class SampleRandomness:
         self,
         name: str,
         use: int,
-        current: _Pass,
+        current: Pass,
         shape: Shape,
         what: str,
         fill: Fill,
@@ -327,7 +277,7 @@ class SampleRandomness:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function whose inner random functions are to be met by the mode."""
-        with self._mode:
+        with self.mode:
             return function(*args, **kwargs)
 
 
@@ -359,7 +309,7 @@ class _Active:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         randomness = self._randomness
-        state = randomness._pass
+        state = randomness.current
         assert state is not None
         assert self._state is not None
         before, after = self._state.numpy(), torch.default_generator.get_state().numpy()
@@ -369,105 +319,21 @@ class _Active:
 class _Again:
     """The repetition of a part of a pass, in the backward pass."""
 
-    def __init__(self, randomness: SampleRandomness, state: _Pass) -> None:
+    def __init__(self, randomness: SampleRandomness, state: Pass) -> None:
         self._randomness = randomness
         self._state = state
         self._mode: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
-        self._former, self._randomness._pass = self._randomness._pass, self._state.copy()
+        self._former, self._randomness.current = self._randomness.current, self._state.copy()
         # The pass may repeat itself inside its own block, where the mode is on already.
         on = self._former is not None and self._former.moded
-        self._mode = self._randomness._mode if self._state.moded and not on else nullcontext()
+        self._mode = self._randomness.mode if self._state.moded and not on else nullcontext()
         self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        self._randomness._pass = self._former
-
-
-class _Keyed(Override):
-    """A module that draws under its own name, mode or not."""
-
-    def __init__(self, randomness: SampleRandomness, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self._randomness = randomness
-        self._name = name
-
-    def draw(
-        self, shape: Shape, device: torch.device, what: str, fill: Fill, *, batch: bool, dimension: int | None = None
-    ) -> Tensor:
-        return self._randomness.draw(shape, device, what, fill, batch=batch, dimension=dimension, name=self._name)
-
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
-
-
-class _KeyedDropout(_Keyed):
-    """A dropout module whose mask is keyed."""
-
-    module: _DropoutNd
-
-    def __call__(self, input: Tensor) -> Tensor:
-        module, current = self.module, self._randomness._pass
-        if current is None or not module.training or module.p == 0.0:
-            return self.inner(input)  # type: ignore[no-any-return]
-        if current.moded:
-            # None of what follows is for the mode, and it would cost at every call.
-            with torch._C.DisableTorchFunction():
-                return functions.dropout_of(self, module, input)
-        return functions.dropout_of(self, module, input)
-
-
-class _KeyedRecurrent(_Keyed):
-    """A recurrent module whose dropout between layers is keyed."""
-
-    module: nn.RNNBase
-
-    def __call__(self, input: Any, hx: Any = None) -> Any:
-        if self._randomness._pass is None or not self.module.training:
-            return self.inner(input, hx)
-        return recurrent.forward(self.module, self._name, self._dropped, input, hx)
-
-    def _dropped(self, x: Tensor, dimension: int) -> Tensor:
-        module = self.module
-        return functions.dropout(self, x, float(module.dropout), type(module).__name__, dimension=dimension)
-
-
-class _Watched(Override):
-    """A module that draws by functions, or one below such: the mode is on in it, and its draws have its name."""
-
-    def __init__(self, randomness: SampleRandomness, name: str, module: nn.Module) -> None:
-        super().__init__(module)
-        self._randomness = randomness
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = self._randomness._pass
-        if current is None:
-            return self.inner(*args, **kwargs)
-        outer, current.name = current.name, self._name
-        try:
-            if current.moded or not current.training:
-                return self.inner(*args, **kwargs)
-            current.moded = True
-            try:
-                with self._randomness._mode:
-                    return self.inner(*args, **kwargs)
-            finally:
-                current.moded = False
-        finally:
-            current.name = outer
-
-
-def _hide_from_compiler() -> None:
-    """Torch's compiler, if it is there, passes by what draws: seed, step and uses would be constants in its graph."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    kinds: tuple[type[Override], ...] = (_KeyedDropout, _KeyedRecurrent, _Watched)
-    for kind in kinds:
-        if not hasattr(kind.__call__, "_torchdynamo_disable"):
-            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign, no-untyped-call]
+        self._randomness.current = self._former
 
 
 class _Mode(TorchFunctionMode):
@@ -486,7 +352,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        current = self._randomness._pass
+        current = self._randomness.current
         replacement = functions.REPLACED.get(func)
         if replacement is None and func not in functions.REFUSED:
             return func(*args, **kwargs)

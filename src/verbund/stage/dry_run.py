@@ -321,8 +321,8 @@ class DryRun:
         job, replica = self._job, self.replica
         ids = samples.ids(np.arange(min(job.validate_.batch, len(samples))))
         batch = _read(samples, Item(0, ids, training=False), None)
-        with replica.evaluating():
-            evaluated = replica.evaluate(batch)
+        with replica.evaluation.active():
+            evaluated = replica.evaluation.evaluate(batch)
             assert evaluated is not None, "a replica of one process has the outputs"
             output, targets, sums = evaluated
             own = self._task.metrics(output, targets) if self._task.metrics else None

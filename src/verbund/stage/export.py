@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def export(
     if problems := task.check(job):
         raise JobError(problems)
     source = launch.chosen(run, step)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")  # process numbers come again
     settings = {
         "job": job.resolved(),
         "folder": job.folder,

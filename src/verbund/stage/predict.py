@@ -52,10 +52,15 @@ def _predict(worker: Worker, island: Island, replica: Replica, source: str) -> i
     files = samples.source.files if isinstance(samples.source, ColumnFiles) else None
     count = 0
     part_file = worker.location(worker.settings["parts"][island.mesh.rank])
-    with written_to(part_file) as path, PartWriter(path) as part, evaluation_threads(island), replica.evaluating():
+    with (
+        written_to(part_file) as path,
+        PartWriter(path) as part,
+        evaluation_threads(island),
+        replica.evaluation.active(),
+    ):
         for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
             worker.doing("predicting", index)
-            output = replica.predict(batch)
+            output = replica.evaluation.predict(batch)
             if output is None or batch.phantom:
                 continue
             columns: dict[str, Column] = {"sample": batch.ids}

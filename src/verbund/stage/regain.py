@@ -1,7 +1,7 @@
 """Regaining: after a loss in a mesh that divides the model, all go on from a step of which everything is still held.
 
-Workers agree upon each update (`Replica.update`), so that after a loss all that are left have done the newest step, or
-can conclude it by themselves. What a lost worker held, a peer along the axis `data` holds too; then no step is lost.
+Workers agree upon each update (`OptimizerStep.take`), so that after a loss all that are left have done the newest step,
+or can conclude it by themselves. What a lost worker held, a peer along the axis `data` holds too; then no step is lost.
 Else all go back to the newest step that is mirrored in memory; else training begins again from a checkpoint. Whoever
 takes a lost worker's place has its place in the same mesh, and so needs exactly what that held.
 """
@@ -102,7 +102,7 @@ class Held:
         """What this worker held after the step that was chosen, which others have done and this one can."""
         if self.step < choice.step:
             assert choice.state is not None
-            self.replica.conclude()
+            self.replica.optimizer_step.conclude()
             self.step, self.state = choice.step, choice.state
         return self.replica.state.tensors()
 
@@ -129,15 +129,15 @@ def regain(worker: Worker, island: Island, mirrors: Mirrors | None, held: Held |
         mirrors.meet(island.groups, island.mesh.rank)
     standing = Standing(mirrors=mirrors.steps() if mirrors is not None else None)
     if held is not None:
-        held.replica.undo()
-        standing = replace(standing, step=held.step, ready=held.replica.ready, state=held.state)
+        held.replica.optimizer_step.undo()
+        standing = replace(standing, step=held.step, ready=held.replica.optimizer_step.ready, state=held.state)
     choice = choose(take_stock(island.groups, standing), island.mesh)
     mine = None
     if held is not None and not choice.owners and choice.givers[island.mesh.rank] == island.mesh.rank:
         mine = held.come_to(choice)
     worker.doing("recovering", choice.step)
     replica = island.replica(worker)
-    replica.atomic = True
+    replica.optimizer_step.atomic = True
     state = hand_over(choice, replica, mine, mirrors, island.groups)
     if replica.loss_scale is not None:
         replica.loss_scale.load(state["loss_scale"])

@@ -74,9 +74,9 @@ def evaluate(
     """
     job = island.job
     evaluator = metrics.Evaluator(wanted(job), job.train.objective)
-    with evaluation_threads(island), replica.evaluating():
+    with evaluation_threads(island), replica.evaluation.active():
         for index, batch in evaluation_batches(samples, job.validate_.batch, island):
-            evaluated = replica.evaluate(batch)
+            evaluated = replica.evaluation.evaluate(batch)
             if evaluated is None or batch.phantom:
                 continue
             output, targets, sums = evaluated

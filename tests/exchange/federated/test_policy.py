@@ -79,3 +79,31 @@ def test_a_wrong_policy_is_told_whole(tmp_path: Path) -> None:
     path.write_text("tasks = ")
     with pytest.raises(JobError, match="cannot be read"):
         Policy.read(path)
+
+
+KEYS = {"north": "a" * 64, "south": "b" * 64, "village": "c" * 64}
+
+
+@pytest.mark.parametrize(
+    ("policy", "known", "where"),
+    [
+        ({}, {}, None),
+        ({}, {"north": "a" * 64}, None),
+        ({}, {"north": "d" * 64}, "policy, peers"),
+        ({"peers": KEYS}, {"north": "d" * 64}, None),  # the owners know better than what was seen first
+        ({"peers": {**KEYS, "south": "d" * 64}}, {}, "policy, peers"),
+        ({"peers": {"north": "a" * 64, "south": "b" * 64}}, {}, "policy, peers"),
+        ({"minimum_cohort": 4}, {}, "policy, minimum_cohort"),
+        ({"minimum_neighbours": 3}, {}, "policy, minimum_neighbours"),
+    ],
+)
+def test_secure_rounds(policy: dict[str, Any], known: dict[str, str], where: str | None) -> None:
+    problem = Policy(**policy).secure_problem(KEYS, known, 2)
+    assert (problem.where if problem else None) == where
+
+
+def test_a_public_key_that_is_none_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text('[peers]\nnorth = "abc"\n')
+    with pytest.raises(JobError, match="no public key"):
+        Policy.read(path)

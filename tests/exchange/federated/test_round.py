@@ -12,7 +12,7 @@ import pytest
 
 from verbund.errors import InputError
 from verbund.exchange.federated import cohort
-from verbund.exchange.federated.audit import AuditLog, Head, heads_told, verify
+from verbund.exchange.federated.audit import AuditLog, Head, heads_told, verify, verify_keys
 from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.round import Event, Phase, Rounds, Terms
 from verbund.exchange.federated.round_journal import RoundJournal
@@ -282,3 +282,13 @@ def test_a_file_comes_in_parts_whoever_is_killed_when(tmp_path: Path) -> None:
     assert content.received(other, 100) == 0
     part.with_name(f".{other}..part").write_bytes(whole.tobytes())
     assert content.received(other, 100) == 0
+
+
+def test_a_key_that_one_client_alone_was_shown_is_found(tmp_path: Path) -> None:
+    server, client = AuditLog(tmp_path / "server"), AuditLog(tmp_path / "client")
+    server.append("invited", {"keys": {"a": "1" * 64, "b": "2" * 64}})
+    client.append("peers", {"keys": {"a": "1" * 64, "c": "9" * 64}})
+    assert verify_keys(server.path, client.path) == 1
+    client.append("peers", {"keys": {"b": "3" * 64}})
+    with pytest.raises(InputError, match=r"3333.* as the public key of `b`, and the server's log has 2222"):
+        verify_keys(server.path, client.path)

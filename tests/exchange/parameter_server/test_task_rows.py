@@ -74,10 +74,10 @@ def test_requests_of_a_pass(text: str, requests: int, make_job: MakeJob) -> None
     assert replica.tables.gradients()["users.weight"][0].tolist() == [3, 7]
     replica.tables.clear()
     for number in (2, 3):
-        with replica.evaluating():
-            replica.evaluate(BATCH)
+        with replica.evaluation.active():
+            replica.evaluation.evaluate(BATCH)
         assert asked.count == number * requests
-        replica.predict(BATCH)
+        replica.evaluation.predict(BATCH)
         asked.count = number * requests
 
 

@@ -23,6 +23,7 @@ from verbund import task as tasks
 from verbund.comm.wire import Connection, Enrolled, Identity, Pinned, listen
 from verbund.data.prepare import Prepared
 from verbund.data.sets import open_sets
+from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.policy import Policy
 from verbund.job import Job, Strategy
@@ -79,6 +80,24 @@ def strike(at: int | None, before: bool) -> None:
     Connection.send = wrapped(Connection.send)  # type: ignore[method-assign]
 
 
+def keep_all(folder: Path) -> None:
+    """From now on files that are removed can be found in a folder."""
+    folder.mkdir(exist_ok=True)
+    keep = Content.keep
+
+    def linked(self: Content, digests: set[str]) -> None:
+        link_all(self.folder, folder)
+        keep(self, digests)
+
+    Content.keep = linked  # type: ignore[method-assign]
+
+
+def link_all(source: Path, folder: Path) -> None:
+    for path in source.iterdir():
+        if not path.name.startswith(".") and not (folder / path.name).exists():
+            os.link(path, folder / path.name)
+
+
 def replica_of(job: Job, task: tasks.Task) -> Replica:
     alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange)})
     return Replica(task, alone, Mesh(), Groups.alone(torch.device("cpu")))
@@ -98,9 +117,13 @@ def serve(given: dict[str, Any]) -> dict[str, Any]:
     listener = listen(given["address"], Enrolled(enrolment.identity, enrolment.known))
     strike(given["at"], given["before"])
     arguments = (terms, enrolment, Direct(aggregator.do), say)
+    if given.get("kept"):
+        keep_all(Path(given["kept"]))
     server = Server(job, folder / "federated", folder / "checkpoints", *arguments)
     server.hold(listener, lambda: 0)
     server.close()
+    if given.get("kept"):
+        link_all(folder / "federated" / "versions", Path(given["kept"]))
     return {"current": server.journal.current, "phase": server.journal.rounds.phase}
 
 

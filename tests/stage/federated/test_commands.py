@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from conftest import Command
 from verbund.comm.wire import Pinned
@@ -70,3 +73,22 @@ def test_a_token_for_another_client_is_refused_where_one_lives(command: Command,
     assert "enrolled as `north`, and the token is for `south`" in ended.err
     token.write_text(str(federation.invite("north", {}, 60.0)))
     assert command(*client, "--token", str(token), "--patience", "1").status == 3
+
+
+def test_a_clients_public_key_is_printed_as_policies_have_it(command: Command, tmp_path: Path) -> None:
+    home = str(tmp_path / "home")
+    ended = command("federate", "identity", "--home", home)
+    assert ended.status == 2
+    assert "no name yet" in ended.err
+    ended = command("federate", "identity", "--home", home, "--name", "north")
+    assert ended.status == 0
+    peers = tomllib.loads(ended.out)
+    public = Ed25519PrivateKey.from_private_bytes(_seed(Home(tmp_path / "home"))).public_key().public_bytes_raw()
+    assert peers == {"north": public.hex()}
+    assert Policy(peers=peers)
+
+
+def _seed(home: Home) -> bytes:
+    key = load_pem_private_key(home.identity.path.read_bytes(), None)
+    assert isinstance(key, Ed25519PrivateKey)
+    return key.private_bytes_raw()

@@ -144,6 +144,34 @@ def heads_told(path: Path, log: str) -> list[Head]:
     return found
 
 
+def verify_keys(path: Path, client: Path) -> int:
+    """Checks that a client was shown the public keys of others that a server's log says all were shown; how many.
+
+    Args:
+        path: the server's log.
+        client: the client's.
+
+    Raises:
+        InputError: naming whose key differs, or if a log cannot be read or its chain is broken.
+    """
+    shown: dict[str, set[str]] = {}
+    for line, _, _ in _checked(path, torn=True):
+        for name, key in (line.get("keys") or {}).items() if line.get("event") == "invited" else ():
+            shown.setdefault(name, set()).add(key)
+    seen = 0
+    for line, _, _ in _checked(client, torn=True):
+        if line.get("event") != "peers":
+            continue
+        for name, key in line["keys"].items():
+            if name in shown and shown[name] != {key}:
+                others = ", ".join(f"{other[:16]}…" for other in sorted(shown[name]))
+                what = f"this client was shown {key[:16]}… as the public key of `{name}`"
+                what += f", and the server's log has {others}"
+                raise InputError(what, where=str(client), fix="Ask its owner which one is right")
+            seen += name in shown
+    return seen
+
+
 def _checked(path: Path, torn: bool = False) -> Iterator[tuple[dict[str, Any], int, Head]]:
     """The lines of a log, each with its bytes and the head that it makes."""
     head = Head(0, NOTHING)

@@ -28,7 +28,15 @@ def _hours(value: str) -> str:
     return value
 
 
+def _key(value: str) -> str:
+    if len(value) != 64 or not _HEX.issuperset(value):
+        raise ValueError(f"`{value[:80]}` is no public key: 64 hexadecimal digits, as `verbund federate identity` says")
+    return value
+
+
 Tasks = Annotated[list[Annotated[str, AfterValidator(_task)]], BeforeValidator(listed)]
+Key = Annotated[str, AfterValidator(_key)]
+Peers = dict[str, Key]
 Hours = Annotated[list[Annotated[str, AfterValidator(_hours)]], BeforeValidator(listed)]
 
 
@@ -45,6 +53,11 @@ class Policy(Section):
     """Times of the day, local, at which it may be trained, such as `20:00-06:00`; none: always."""
     secure_aggregation: bool = False
     """Whether the server may see no single update."""
+    minimum_neighbours: Positive = 2
+    """Under secure aggregation: others that each client of a round must have its secrets divided among."""
+    peers: Peers = {}
+    """Under secure aggregation: by name the public keys of those who may take part, as the owners have told each other
+    (`verbund federate identity`). None: whoever is enrolled, with the key that was seen first."""
     epsilon: Annotated[float, Field(gt=0.0)] | None = None
     """Privacy budget: a job must have differential privacy, and a budget of no more."""
     delta: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-5
@@ -105,6 +118,28 @@ class Policy(Section):
             what = "the job weighs clients by their samples, whose number may not be told"
             found.append(Problem("policy, sample_counts", what, 'Ask for `strategy.exchange.rule.weights = "uniform"`'))
         return found
+
+    def secure_problem(self, keys: Mapping[str, str], known: Mapping[str, str], neighbours: int) -> Problem | None:
+        """Why no part is taken in a secure round, if so.
+
+        Args:
+            keys: by name the public keys of the cohort, as the server tells them.
+            known: those of them that were seen before.
+            neighbours: how many of the others each client divides its secrets among.
+        """
+        if len(keys) < self.minimum_cohort:
+            return Problem("policy, minimum_cohort", f"it has {len(keys)} clients, fewer than {self.minimum_cohort}")
+        if neighbours < self.minimum_neighbours:
+            what = f"a client's secrets are divided among {neighbours} others, fewer than {self.minimum_neighbours}"
+            return Problem("policy, minimum_neighbours", what)
+        for name, key in keys.items():
+            if self.peers and name not in self.peers:
+                return Problem("policy, peers", f"`{name}` is in it, whom the policy does not name")
+            if key != (expected := self.peers.get(name, known.get(name, key))):
+                what = f"the server shows another public key of `{name}`, {key[:16]}… for {expected[:16]}…"
+                fix = "Ask its owner, not the server; a key that is right goes into the policy's `peers`"
+                return Problem("policy, peers", what, fix)
+        return None
 
     def round_problem(self, cohort: int, rounds: int, now: datetime) -> Problem | None:
         """Why a round is not taken part in, if so.

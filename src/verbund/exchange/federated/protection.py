@@ -50,23 +50,23 @@ class Protection:
     ) -> None:
         self.privacy, self.secure = exchange.privacy, exchange.secure
         self._by_samples = exchange.rule.by_samples and exchange.privacy.kind == "none"
-        self._seed, self._cohort, self.rate = seed, cohort, rate
+        self._seed, self.cohort, self.rate = seed, cohort, rate
         self.layout = Layout(dict(shapes))
         self.central: CentralPrivacy | None = None
         self.local: LocalPrivacy | None = None
         self.accountant: Accountant | None = None
         self._times: dict[int, int] = {}  # under local privacy: how often each client has sent something
         if self.privacy.kind == "central":
-            self.central = CentralPrivacy(self.privacy, self._cohort, self.rate, seed)
+            self.central = CentralPrivacy(self.privacy, self.cohort, self.rate, seed)
             self._account(self.central.protects)
         elif self.privacy.kind == "local":
             self.local = LocalPrivacy(self.privacy, seed)
             self._account(LocalPrivacy.protects)
         elif self.privacy.kind == "distributed":
             self._account(DistributedPrivacy.protects)
-            self._shares(self._cohort)
+            self._shares(self.cohort)
         if self.secure is not None and self.privacy.kind != "distributed":
-            self._round(0, self._cohort, 0)
+            self._round(0, self.cohort, 0)
 
     def weight(self, weight: float) -> int:
         """What a client counts under secure aggregation: its samples, capped, as a whole number that all may know."""
@@ -84,7 +84,7 @@ class Protection:
             return True
         if self.local is not None:
             return not self._most(cohort) or self.accountant.affords(self.local.event)
-        return self.accountant.affords(self._event(len(cohort)))
+        return self.accountant.affords(self.event(len(cohort)))
 
     def outlook(self, rounds: int) -> str | None:
         """What to expect of the budget, a sentence; None if it is enough for so many more rounds.
@@ -94,7 +94,7 @@ class Protection:
         """
         if self.accountant is None or self.accountant.budget is None:
             return None
-        event = self.local.event if self.local is not None else self._event(self._cohort)
+        event = self.local.event if self.local is not None else self.event(self.cohort)
         enough = self.accountant.left(event, rounds)
         if enough == rounds:
             return None
@@ -114,10 +114,11 @@ class Protection:
 
         Raises:
             BudgetSpent: if there is not enough left.
+            InputError: if secure aggregation cannot have so many, or so few.
         """
         if self.accountant is not None:
             if self.local is None:
-                self.accountant.spend(self._event(len(cohort)))
+                self.accountant.spend(self.event(len(cohort)))
             elif self._most(cohort):
                 self.accountant.spend(self.local.event)
             for client in cohort if self.local is not None else ():
@@ -158,7 +159,8 @@ class Protection:
     def _account(self, protects: str) -> None:
         self.accountant = Accountant(self.privacy.delta, self.privacy.budget, protects)
 
-    def _event(self, cohort: int) -> Any:
+    def event(self, cohort: int) -> Any:
+        """What a round of so many clients costs, but under local privacy."""
         return self.central.event if self.central is not None else self._shares(cohort).event
 
     def _most(self, cohort: Sequence[int]) -> bool:
@@ -188,7 +190,7 @@ class ProtectedSums:
     """
 
     def __init__(self, protection: Protection, number: int, cohort: Sequence[int]) -> None:
-        self._protection, self._number = protection, number
+        self._protection, self._number, self.cohort = protection, number, cohort
         self._plain = Sums()
         self._unclipped, self._present = 0.0, 0
         self._shares: DistributedPrivacy | None = None
@@ -213,23 +215,63 @@ class ProtectedSums:
         if protection.local is not None:
             local = LocalPrivacy(protection.privacy, protection._seed, str(client))
             contribution = local.protected(contribution, self._number)
+        if self._round is not None:
+            try:
+                integers, counted = self.encoded(str(client), contribution, weight)
+            except InputError as error:
+                raise InputError(error.what, where=f"client {client}, {error.where}", fix=error.fix) from None
+            self._words += as_words(integers, self._round.word)
+            self._weight += counted
+            self._present += 1
+            return
         if protection.central is not None:
             contribution, inside = protection.central.clipped(contribution)
             self._unclipped += inside
         self._present += 1
-        if self._round is None:
-            self._plain.add(contribution, 1.0)  # under privacy all count the same
-            return
-        counted = protection.weight(weight)
-        vector = protection.layout.join(contribution)
-        try:
-            integers = self._integers(vector, str(client))
-        except InputError as error:
-            raise InputError(error.what, where=f"client {client}, {error.where}", fix=error.fix) from None
+        self._plain.add(contribution, 1.0)  # under privacy all count the same
+
+    def encoded(
+        self, client: str, contribution: Mapping[str, Tensor], weight: float
+    ) -> tuple[np.ndarray[Any, Any], int]:
+        """What a client masks: its contribution, clipped, rounded and with its share of noise, times what it counts.
+
+        Args:
+            client: its name, for simulations.
+            contribution: by name.
+            weight: what it would count without secure aggregation.
+
+        Returns:
+            whole numbers, int64 [`terms.length`], and what it counts.
+
+        Raises:
+            InputError: if a value is beyond the range of secure aggregation.
+        """
+        protection, inside = self._protection, False
+        if protection.central is not None:
+            contribution, inside = protection.central.clipped(contribution)
+        integers = self._integers(protection.layout.join(contribution), client)
         if protection.central is not None:
             integers = np.append(integers, int(inside))
-        self._words += as_words(integers * counted, self._round.word)
-        self._weight += counted
+        counted = protection.weight(weight)
+        return integers * counted, counted
+
+    @property
+    def terms(self) -> Terms:
+        """Length and headroom of what is masked, for the terms of secure aggregation."""
+        assert self._round is not None
+        return self._round.terms
+
+    def take(self, integers: np.ndarray[Any, Any], weight: int, present: int) -> None:
+        """Takes the sum that secure aggregation has come to, in place of what single clients contribute.
+
+        Args:
+            integers: int64 [`terms.length`].
+            weight: the sum of what the clients count that are in it.
+            present: how many these are.
+        """
+        assert self._round is not None
+        self._words = as_words(integers, self._round.word)
+        self._weight, self._present = weight, present
 
     def close(self) -> Sums:
         """The sums as the server gets them, with their noise.

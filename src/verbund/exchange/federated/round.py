@@ -1,7 +1,10 @@
 """The rounds of a federated training as a state machine without clock, network or disk.
 
-    selecting -> training -> aggregating -> selecting | done
+    selecting -> training [-> securing] -> aggregating -> selecting | done
                     └-> selecting (abandoned: too few updates) -> failed (too many attempts)
+
+Under secure aggregation an update is no more than the word that a client has one; who has given it is the cohort of the
+five exchanges (`secure.exchanges`), which come to a sum.
 
 What comes from outside makes events; an event changes the state when it is applied, and nothing else does. Who writes
 each event to disk before it is applied can be killed at any point: applying the same events again leads to the same
@@ -18,12 +21,14 @@ from typing import Any
 from verbund.exchange.federated import cohort
 
 Event = dict[str, Any]
-"""Plain JSON values; `event` says what happened: round, update, failed, closed, abandoned, stepped, ended, gave_up."""
+"""Plain JSON values; `event` says what happened: round, update, failed, closed, summed, skipped, abandoned, stepped,
+ended, gave_up."""
 
 
 class Phase(StrEnum):
     SELECTING = "selecting"
     TRAINING = "training"
+    SECURING = "securing"
     AGGREGATING = "aggregating"
     DONE = "done"
     FAILED = "failed"
@@ -41,6 +46,9 @@ class Terms:
         available: clients that must be there before a round begins, unless waiting for them took too long.
         attempts: how often one round is begun before the training fails.
         seed: of the draws.
+        secure: whether updates are added up under masks.
+        buffer: updates that make a step where nobody is waited for (`BufferedRounds`), `cohort` being how many clients
+            train at a time; 0: rounds are synchronous.
     """
 
     rounds: int
@@ -50,22 +58,30 @@ class Terms:
     available: int = 1
     attempts: int = 3
     seed: int = 0
+    secure: bool = False
+    buffer: int = 0
 
 
 @dataclass
 class Member:
-    """A client that was asked in the round under way: `state` is asked, updated, failed or lost."""
+    """A client that was asked in the round under way, or in `round`: `state` is asked, updated, failed or lost."""
 
     state: str = "asked"
     reason: str = ""
+    round: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client hears of its update: whether it counts, and if not, why."""
+    """What a client hears of its update: whether it counts, and if not, why.
+
+    Args:
+        final: False under secure aggregation while the sum is still to come, in which it may be or not.
+    """
 
     counts: bool
     why: str = ""
+    final: bool = True
 
 
 @dataclass
@@ -85,6 +101,8 @@ class Rounds:
     """Of the last attempt that was abandoned, or of the failure."""
     _counted: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By client the last round that its update counted in, and the update's hash."""
+    _skipped: int = 0
+    """Rounds in a row whose sum was lost."""
 
     @property
     def round(self) -> int:
@@ -132,20 +150,21 @@ class Rounds:
             return [], Answer(False, f"the client was not asked for it in attempt {self.attempt} of round {self.round}")
         if client in self.updates:
             if self.updates[client]["sha256"] == digest:
-                return [], Answer(client in self.closed or self.phase is Phase.TRAINING)
+                return [], Answer(client in self.closed or self.phase is Phase.TRAINING, final=not self.terms.secure)
             return [], Answer(False, "another update of the client came first")
-        if self.phase is Phase.AGGREGATING:
+        if self.phase is not Phase.TRAINING:
             return [], Answer(False, f"it came too late: round {round_} was closed without it")
         return [
             {"event": "update", "round": self.round, "client": client, "sha256": digest, **facts},
-        ], Answer(True)
+        ], Answer(True, final=not self.terms.secure)
 
     def report(self, client: str, round_: int, state: str, reason: str) -> list[Event]:
         """A member of the round under way will send nothing: `state` failed, refused, declined or lost."""
         member = self.members.get(client)
-        if self.phase is not Phase.TRAINING or round_ != self.round or member is None:
+        waited = {Phase.TRAINING: "asked", Phase.SECURING: "updated"}.get(self.phase)
+        if waited is None or round_ != self.round or member is None:
             return []
-        if member.state not in ("asked", "lost") or (state == "lost" and member.state == "lost"):
+        if member.state not in (waited, "lost") or (state == "lost" and member.state == "lost"):
             return []
         return [{"event": "failed", "round": self.round, "client": client, "state": state, "reason": reason}]
 
@@ -156,6 +175,34 @@ class Rounds:
         if len(self.updates) >= self.terms.quorum:
             return self._close()
         return self._abandon(self._shortfall("when its time was over"))
+
+    def summed(self, survivors: Iterable[str], facts: Mapping[str, Any]) -> list[Event]:
+        """Secure aggregation has come to a sum, which is on disk.
+
+        Args:
+            survivors: whose vectors are in it.
+            facts: what is kept of it besides.
+        """
+        if self.phase is not Phase.SECURING:
+            return []
+        return [{"event": "summed", "round": self.round, "clients": sorted(survivors), **facts}]
+
+    def unsummed(self, why: str, revealed: bool) -> list[Event]:
+        """Secure aggregation has come to nothing.
+
+        Args:
+            why: it has.
+            revealed: whether clients were asked for shares. If so they send no other vector in this round: the
+                difference of two of its sums could be a single client's. The round is over, and the model stays as it
+                was; after as many such rounds in a row as there are attempts the training fails.
+        """
+        if self.phase is not Phase.SECURING:
+            return []
+        if not revealed:
+            return self._abandon(why)
+        if self._skipped + 1 >= self.terms.attempts:
+            return [{"event": "gave_up", "round": self.round, "attempt": self.attempt, "why": why}]
+        return [{"event": "skipped", "round": self.round, "version": self.round, "why": why}]
 
     def stepped(self, facts: Mapping[str, Any]) -> list[Event]:
         """The updates of the closed round were aggregated, and the new parameters are on disk."""
@@ -175,7 +222,8 @@ class Rounds:
 
     def settle(self) -> list[Event]:
         """What follows from the state by itself; to be asked after every event, until nothing follows."""
-        if self.phase is Phase.AGGREGATING and len(self.closed) < min(self.terms.quorum, len(self.members)):
+        short = len(self.closed) < min(self.terms.quorum, len(self.members))
+        if self.phase is Phase.AGGREGATING and short and not self.terms.secure:
             return self._abandon(self._shortfall("after updates were refused"))
         if self.phase is not Phase.TRAINING:
             return []
@@ -205,8 +253,15 @@ class Rounds:
             case "failed":
                 self.members[event["client"]] = Member(event["state"], event["reason"])
             case "closed":
-                self.phase = Phase.AGGREGATING
+                self.phase = Phase.SECURING if self.terms.secure else Phase.AGGREGATING
                 self.closed = list(event["clients"])
+            case "answered":
+                self.members[event["client"]] = Member("updated")  # it was lost, and is back
+            case "summed":
+                self.phase, self.closed = Phase.AGGREGATING, list(event["clients"])
+            case "skipped":
+                self._skipped += 1
+                self._next(event["version"])
             case "unusable":
                 self.closed.remove(event["client"])
                 del self.updates[event["client"]]
@@ -218,13 +273,17 @@ class Rounds:
             case "stepped":
                 for client in self.closed:
                     self._counted[client] = (event["round"], self.updates[client]["sha256"])
-                self.version, self.attempt = event["version"], 1
-                self.members, self.updates, self.closed = {}, {}, []
-                self.phase = Phase.DONE if self.version >= self.terms.rounds else Phase.SELECTING
+                self._skipped = 0
+                self._next(event["version"])
             case "ended":
                 self.phase, self.why = Phase.DONE, event["why"]
             case "gave_up":
                 self.phase, self.why = Phase.FAILED, event["why"]
+
+    def _next(self, version: int) -> None:
+        self.version, self.attempt = version, 1
+        self.members, self.updates, self.closed = {}, {}, []
+        self.phase = Phase.DONE if self.version >= self.terms.rounds else Phase.SELECTING
 
     def _close(self) -> list[Event]:
         return [{"event": "closed", "round": self.round, "attempt": self.attempt, "clients": sorted(self.updates)}]

@@ -1,7 +1,8 @@
 """What a server remembers of its rounds, so that it can be killed at any point and go on in the same round.
 
     audit.jsonl   every event, on disk before it counts; a chain of hashes
-    updates/      updates of the round under way, by SHA-256; on disk before their event
+    updates/      updates of the round under way, by SHA-256; on disk before their event. Under secure aggregation: what
+                  clients have sent in its exchanges, none of it an update that could be read, and the sum
     versions/     parameters and the rule's state after each step, by SHA-256; on disk before their event
 
 Updates are combined in the order of their clients' names: what was closed and not yet aggregated when the server was
@@ -12,16 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbund.errors import InputError
 from verbund.exchange.federated.audit import AuditLog, Head
+from verbund.exchange.federated.buffered import BufferedRounds
 from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.round import Event, Rounds, Terms
+from verbund.job import Secure
+
+if TYPE_CHECKING:
+    from verbund.exchange.federated.secure.exchanges import Exchanges
 
 AUDIT = "audit.jsonl"
 _OF_THE_LOG = frozenset(("n", "time", "former"))
-_SETTLED = frozenset(("stepped", "abandoned"))
+_SETTLED = frozenset(("stepped", "abandoned", "skipped"))
 
 
 class RoundJournal:
@@ -31,18 +37,29 @@ class RoundJournal:
         folder: is made if it is not there; this server's alone.
         terms: what rounds go by.
         told: is called with each event after it counts.
+        secure: the section of the job, if there is one.
 
     Raises:
         InputError: if what was written is damaged.
     """
 
-    def __init__(self, folder: Path, terms: Terms, told: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        terms: Terms,
+        told: Callable[[Event], None] = lambda event: None,
+        secure: Secure | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / AUDIT
         self._log = AuditLog(self.path)
         self.updates = Content(folder / "updates")
         self.versions = Content(folder / "versions")
-        self.rounds = Rounds(terms)
+        self.rounds = BufferedRounds(terms) if terms.buffer else Rounds(terms)
+        self.exchanges = self._exchanges(secure) if secure is not None else None
+        """Those of the round under way, under secure aggregation."""
+        self.sum: Event | None = None
+        """What they have come to."""
         self.begun: dict[str, Any] | None = None
         """What the first event says: which job and task this is; None in a new folder."""
         self.current = ""
@@ -58,6 +75,8 @@ class RoundJournal:
         self.evaluated: Event | None = None
         """What came of them."""
         self._former = ""
+        self._files_of: dict[int, str] = {}
+        """SHA-256 of all versions that there were."""
         self._told = told
         for line in self._log.lines:
             self._apply({key: value for key, value in line.items() if key not in _OF_THE_LOG})
@@ -66,7 +85,20 @@ class RoundJournal:
     @property
     def published(self) -> set[str]:
         """SHA-256 of the files that clients may have."""
-        return {self.current, self._former} - {""}
+        return ({self.current, self._former} | set(self._started.values())) - {""}
+
+    def base(self, client: str) -> tuple[int, str]:
+        """The version that a client is to begin from: its number, and its SHA-256."""
+        member = self.rounds.members.get(client)
+        if member is None or not member.round:
+            return self.rounds.version, self.current
+        return member.round - 1, self._files_of[member.round - 1]
+
+    @property
+    def _started(self) -> dict[str, str]:
+        """Where nobody is waited for: from which file each client that trains has begun."""
+        members = self.rounds.members.items()
+        return {name: self.base(name)[1] for name, m in members if m.round and m.state in ("asked", "lost")}
 
     @property
     def head(self) -> Head:
@@ -110,6 +142,7 @@ class RoundJournal:
         if event["event"] in ("begun", "stepped"):
             self._former, self.current, self.rule = self.current, event["sha256"], event.get("rule", "")
             self.privacy = event.get("privacy")
+            self._files_of[event.get("version", 0)] = event["sha256"]
         if event["event"] == "begun":
             self.begun = event
         if event["event"] == "metrics":
@@ -120,16 +153,31 @@ class RoundJournal:
             self.taking_part.add(event["client"])
         if event["event"] in ("refused", "left"):
             self.taking_part.discard(event["client"])
+        if event["event"] in ("summed", "round", *_SETTLED):
+            self.sum = event if event["event"] == "summed" else None
         self.rounds.apply(event)
+        if self.exchanges is not None:
+            self.exchanges.apply(event)
+
+    def _exchanges(self, secure: Secure) -> Exchanges:
+        from verbund.exchange.federated.secure.exchanges import Exchanges  # packages that not everybody has
+
+        return Exchanges(secure, self.updates.folder)
+
+    def _files(self) -> set[str]:
+        """SHA-256 of what clients have sent that the round under way needs, and of their sum."""
+        if self.exchanges is None:
+            return {update["sha256"] for update in self.rounds.updates.values()}
+        return self.exchanges.files | ({self.sum["sha256"]} if self.sum is not None else set())
 
     def _sweep(self) -> None:
         """Removes what no round needs; the version before the newest one stays, as clients may be fetching it."""
-        self.updates.keep({update["sha256"] for update in self.rounds.updates.values()})
-        self.versions.keep({self.current, self._former, self.rule})
+        self.updates.keep(self._files())
+        self.versions.keep({*self.published, self.rule})
 
     def _check(self) -> None:
-        needed = [(self.updates, update["sha256"]) for update in self.rounds.updates.values()]
-        needed += [(self.versions, digest) for digest in (self.current, self.rule) if digest]
+        needed = [(self.updates, digest) for digest in self._files()]
+        needed += [(self.versions, digest) for digest in (self.current, self.rule, *self._started.values()) if digest]
         for content, digest in needed:
             if not content.whole(digest):
                 what = "a file is gone that the journal says is there"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from verbund.checkpoint.box import Box
@@ -125,7 +126,7 @@ class Plan:
         blocks = tuple(Block.of(block) for block in record["blocks"])
         return Plan(blocks, Optimizer.model_validate(record["optimizer"]), Rule(**record["rule"]))
 
-    @property
+    @cached_property
     def model(self) -> str:
         """What tells one model from another: a hash of all blocks."""
         text = json.dumps([asdict(block) for block in self.blocks], sort_keys=True)

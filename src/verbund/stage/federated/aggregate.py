@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,7 +69,7 @@ class Aggregator:
         self._seen: tuple[str, dict[str, Tensor], dict[str, Tensor]] | None = None
 
     def do(self, order: Order) -> dict[str, Any]:
-        """Does an order: initial, load, screen, step, metrics, save."""
+        """Does an order: initial, load, screen, terms, step, metrics, save."""
         match order["order"]:
             case "initial":
                 rule = self._rule(self._first)
@@ -76,6 +77,8 @@ class Aggregator:
             case "load":
                 self._rule(self._version(order["sha256"])[0], order["rule"])
                 return self._spent(self._protection(order["privacy"]))
+            case "terms":
+                return self._terms(order)
             case "screen":
                 return self._screened(order)
             case "step":
@@ -123,8 +126,43 @@ class Aggregator:
             return {"refused": refused.what if isinstance(refused, InputError) else str(refused)}
         return {}
 
+    def _terms(self, order: Order) -> dict[str, Any]:
+        """Length and headroom of a secure round of so many clients, and whether the privacy budget is enough for it."""
+        protection = self._protection(order["privacy"])
+        assert protection is not None
+        if not protection.affords(range(order["clients"])):
+            return {"enough": False}
+        terms = protection.begin(order["round"], range(order["clients"])).terms  # what it spends is not kept
+        clip = None if protection.central is None else protection.central.clip
+        return {"enough": True, "length": terms.length, "headroom": terms.headroom, "clip": clip}
+
+    def _summed(self, order: Order) -> dict[str, Any]:
+        """The rule's step with the sum that secure aggregation has come to; nothing is known of single updates."""
+        summed = order["sum"]
+        parameters, _ = self._version(order["sha256"])
+        rule, protection = self._rule(parameters, order["rule"]), self._protection(order["privacy"])
+        assert isinstance(rule, SumRule)
+        assert protection is not None
+        sums = protection.begin(order["round"], range(summed["cohort"]))
+        integers = np.frombuffer(self._updates.path(summed["sha256"]).read_bytes(), "<i8")
+        sums.take(integers, summed["weight"], len(summed["clients"]))
+        after = rule.apply(parameters, sums.close())
+        change = {name: values.double() - parameters[name].double() for name, values in after.items()}
+        states = {facts["client"]: facts["state"] for facts in order["updates"] if "state" in facts}
+        return {
+            **self._written(after, rule),
+            **self._spent(protection),
+            "loss": None,
+            "weight": summed["weight"],
+            "norm": {"mean": None, "max": None, "step": norm(change)},
+            "agreement": None,
+            "metrics": evaluation.merged(self._job, states),
+        }
+
     def _step(self, order: Order) -> dict[str, Any]:
         """The rule's step with a round's updates, in the order of the clients' names."""
+        if "sum" in order:
+            return self._summed(order)
         parameters, told = self._version(order["sha256"])
         screening = Screening(self._job.strategy.exchange.rule, parameters, told)
         rule = self._rule(parameters, order["rule"])
@@ -174,7 +212,7 @@ class Aggregator:
         from verbund.exchange.federated.protection import Protection  # packages that not everybody has
 
         shapes = {name: tuple(values.shape) for name, values in self._first.items()}
-        protection = Protection(exchange, shapes, self._clients, None, None)
+        protection = Protection(exchange, shapes, exchange.cohort_size(self._clients), None, None)
         if state is not None:
             protection.load(state["state"])
         return protection
@@ -202,7 +240,7 @@ class Aggregator:
         return {
             "privacy": {
                 "state": protection.state(),
-                "enough": protection.affords(protection.known or range(self._clients)),
+                "enough": protection.affords(protection.known or range(protection.cohort)),
                 "spent": protection.accountant.summary(),
                 "outlook": protection.outlook(self._job.train.steps or 0),
             }

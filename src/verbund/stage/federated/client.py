@@ -22,6 +22,7 @@ from verbund.exchange.federated.policy import Policy
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.stage import before
+from verbund.stage.federated import packages
 from verbund.stage.federated.conversation import Conversation
 from verbund.stage.federated.desk import failure_of
 from verbund.stage.federated.home import Home
@@ -79,6 +80,7 @@ def take_part(line: Line, home: Home, data: str, policy: Policy, workers: int = 
         notify(f"joined as {joined.name}: {job.train.steps} rounds; task {offer.task_digest[:16]}…")
         with before.cluster_of(job) as cluster:
             try:
+                packages.check(job)
                 prepared = before.prepared_data(job, notify)
                 _check_words(prepared, job)
                 before.dry_run(cluster, job, prepared)

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verbund.comm.wire import Message
 from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
 from verbund.exchange.federated.policy import Policy
 from verbund.job import Job
@@ -16,7 +17,10 @@ from verbund.stage.federated.desk import failure_of
 from verbund.stage.federated.home import Home, JobState
 from verbund.stage.federated.line import Line
 from verbund.stage.federated.orders import Orders
+from verbund.stage.federated.secure_part import Declined, SecurePart
 
+_OWN = ("kept", "samples", "token")
+"""What of an update is not told."""
 _DELIVERIES = 4
 """How often an update is sent that is gone at the server when it is to be counted."""
 
@@ -41,6 +45,10 @@ class Conversation:
         self._notify = notify
         self._state = JobState.kept(folder)
         self._number = number_of(name)
+        exchange = job.strategy.exchange
+        self._secure: SecurePart | None = None
+        if exchange.secure is not None:
+            self._secure = SecurePart(name, home, self._state, policy, exchange, line, self._do)
         self._lock = threading.Lock()
         self._orders = Orders()
         self._ending = False
@@ -83,10 +91,15 @@ class Conversation:
         if self._state.pending is not None:
             self._deliver()
         while not self._ending:
-            task = self._line.next()
+            message = self._line.next()
+            task = message.fields
+            if self._state.pending is not None and task.get("do") not in ("secure", "wait"):
+                self._deliver()  # the exchanges are over: does it count?
             match task.get("do"):
                 case "train":
                     self._train(task)
+                case "secure" if self._secure is not None:
+                    self._answer(self._secure, task, message)
                 case "evaluate":
                     self._evaluate(task)
                 case "end":
@@ -97,9 +110,16 @@ class Conversation:
                     self.outcome = "failed"
                     self._line.leave()
                     raise RunFailed(f"the server gave up: {str(task.get('why'))[:200]}", where="--server")
+                case "wait":
+                    continue
+                case other:
+                    what = f"the server asks for `{str(other)[:40]}`, which is no part of this job"
+                    raise InputError(what, where="--server", fix="Install the same version of verbund on both sides")
 
     def _train(self, task: dict[str, Any]) -> None:
         round_, members = int(task["round"]), int(task["members"])
+        if self._state.pending is not None:  # under secure aggregation, and told to the server just now
+            return
         if problem := self._policy.round_problem(members, self._state.counted, datetime.now()):
             self._notify(f"round {round_} is declined: {problem}")
             self._home.note("declined", round=round_, why=problem.what, server=self._line.head)
@@ -124,6 +144,7 @@ class Conversation:
                     "keep": str(self._state.next_memory),
                     "evaluate": self._told,
                     "released": released,
+                    "members": members,
                 }
             )
         except Interrupted:
@@ -152,14 +173,19 @@ class Conversation:
         facts = self._state.pending
         assert facts is not None
         content, digest = self._state.content, facts["sha256"]
-        told = {key: value for key, value in facts.items() if key != "kept"}
+        told = {key: value for key, value in facts.items() if key not in _OWN}
+        told["sha256"] = facts.get("token", digest)  # of an update that nobody sees not even the hash
         for _ in range(_DELIVERIES):
-            if content.whole(digest):
+            if self._secure is None and content.whole(digest):
                 self._line.send(digest, content)
             message = self._line.ask("update", told)
             if message.kind != "missing":
                 break
         answer = message.fields
+        if answer.get("final") is False and answer.get("counts") is True:
+            return  # the sum is still to come
+        if self._secure is not None:
+            self._secure.forget()
         counts = answer.get("counts") is True
         why = "" if counts else f" does not count: {str(answer.get('why'))[:300]}"
         self._home.note(
@@ -173,7 +199,28 @@ class Conversation:
             server=self._line.head,
         )
         self._state.settled(counts)
-        self._notify(f"round {facts['round']}: {facts['bytes']} bytes after {facts['seconds']:.1f} s{why}")
+        sent = "in the sum" if "token" in facts and counts else f"{facts['bytes']} bytes"
+        self._notify(f"round {facts['round']}: {sent} after {facts['seconds']:.1f} s{why}")
+
+    def _answer(self, secure: SecurePart, task: dict[str, Any], message: Message) -> None:
+        """Answers a message of secure aggregation, or says that it will not."""
+        round_ = int(task["round"])
+        try:
+            if why := secure.answer(task, message):
+                self._notify(f"round {round_}: the server has no use for this client's `{task['step']}`: {why[:300]}")
+            return
+        except Declined as declined:
+            self._notify(f"round {round_} is declined: {declined.problem}")
+            self._home.note("declined", round=round_, why=declined.problem.what, server=self._line.head)
+            state, reason = "declined", declined.problem.where
+        except (Interrupted, ClusterLost):
+            raise
+        except VerbundError as error:
+            self._home.note("refused", round=round_, error=error.record(), server=self._line.head)
+            self._notify(f"round {round_} is refused: {error}")
+            state, reason = "failed", failure_of(error)
+        secure.forget()
+        self._line.ask("report", {"round": round_, "state": state, "reason": reason})
 
     def _fail(self, round_: int, error: VerbundError) -> None:
         """The owner hears all, the server only of what kind it was."""
@@ -209,7 +256,8 @@ class Conversation:
     @property
     def _told(self) -> bool:
         """Whether the server hears of metrics."""
-        return self._policy.metrics and self._job.data.validation_fraction > 0 and not self._noisy
+        noisy = self._job.strategy.exchange.privacy.kind in ("local", "distributed")
+        return self._policy.metrics and self._job.data.validation_fraction > 0 and not noisy
 
     def _do(self, order: dict[str, Any]) -> dict[str, Any]:
         with self._lock:

@@ -7,6 +7,7 @@
     get      sha256, offset                         a part of a file
     put      sha256, size, offset, part             how much of an update is there
     update   round, sha256, weight, …               whether it counts
+    secure   round, number, step, sha256, message   an answer in the exchanges of secure aggregation
     report   round, state, reason                   no update will come
     metrics  version, state                         what an evaluation gave
     leave    -                                      it has heard of the end
@@ -17,6 +18,7 @@ All of them may come again and change nothing then. Every answer has the head of
 from __future__ import annotations
 
 import base64
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +28,7 @@ from typing import Any
 from verbund.comm.wire import Connection, Message, Replies, Reply
 from verbund.errors import InputError, VerbundError
 from verbund.exchange.federated import cohort
+from verbund.exchange.federated.content import PART_BYTES, Content
 from verbund.exchange.federated.enrolment import Enrolment
 from verbund.exchange.federated.round import Answer, Phase
 from verbund.exchange.federated.round_journal import RoundJournal
@@ -33,7 +36,7 @@ from verbund.job import Round
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.requests import facts_of, number, state_of, text
 
-PROTOCOL = 1
+PROTOCOL = 2
 HOLD_SECONDS = 15.0
 """How long `next` waits for something to do before it says that there is nothing yet."""
 _STATES = frozenset(("failed", "declined"))
@@ -170,6 +173,8 @@ class Desk:
                 return self._put(name, message)
             case "update":
                 return self._update(name, fields)
+            case "secure":
+                return self._secure(name, message)
             case "report":
                 return self._report(name, fields)
             case "metrics":
@@ -223,7 +228,13 @@ class Desk:
             self.clients[name].joined = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: self._task(name) is not None, HOLD_SECONDS)
-            return self._reply("task", **(self._task(name) or {"do": "wait"}))
+            task = self._task(name) or {"do": "wait"}
+            reply = self._reply("task", **task)
+            exchanges = self._journal.exchanges
+            if task["do"] != "secure" or exchanges is None or (sent := exchanges.due(name)) is None:
+                return reply
+            told = {"step": sent.kind, "fields": sent.fields, **exchanges.invited}
+            return Reply("task", {**reply.fields, **told}, sent.arrays, keep=False)
 
     def _task(self, name: str) -> dict[str, Any] | None:
         """What the client is to do now, if anything."""
@@ -236,11 +247,27 @@ class Desk:
         if rounds.phase is Phase.DONE:
             known = {event["client"] for event in journal.metrics if event["version"] == rounds.version}
             return None if name in known else {"do": "evaluate", **base}
-        member = rounds.members.get(name)
-        if rounds.phase is Phase.TRAINING and member is not None and member.state in ("asked", "lost"):
-            members = len(rounds.members)
-            return {"do": "train", "round": rounds.round, "attempt": rounds.attempt, "members": members, **base}
+        if self._asked_to_train(name):
+            version, digest = journal.base(name)
+            base = {"version": version, "sha256": digest, "size": _bytes(journal.versions, digest)}
+            members = rounds.terms.buffer or len(rounds.members)
+            return {"do": "train", "round": version + 1, "attempt": rounds.attempt, "members": members, **base}
+        if self._asked_secretly(name):
+            return {"do": "secure", "round": rounds.round, **base}
         return None
+
+    def _asked_to_train(self, name: str) -> bool:
+        """Whether an update of the client is waited for."""
+        rounds = self._journal.rounds
+        open_ = rounds.phase is Phase.TRAINING or (rounds.terms.buffer and rounds.phase is Phase.AGGREGATING)
+        return bool(open_) and name in rounds.members and rounds.members[name].state in ("asked", "lost")
+
+    def _asked_secretly(self, name: str) -> bool:
+        """Whether secure aggregation waits for a message of the client."""
+        rounds, exchanges = self._journal.rounds, self._journal.exchanges
+        if exchanges is None or rounds.phase is not Phase.SECURING or exchanges.due(name) is None:
+            return False
+        return rounds.members[name].state in ("updated", "lost")
 
     def _get(self, name: str, fields: dict[str, Any]) -> Reply:
         digest, offset = text(fields, "sha256"), number(fields, "offset")
@@ -257,8 +284,7 @@ class Desk:
         updates = self._journal.updates
         with self.changed:
             client, rounds = self.clients[name], self._journal.rounds
-            member = rounds.members.get(name)
-            if rounds.phase is not Phase.TRAINING or member is None or member.state not in ("asked", "lost"):
+            if not (self._asked_secretly(name) if rounds.terms.secure else self._asked_to_train(name)):
                 return self._reply("passed")  # its update will be told why it does not count
             if size > 4 * _size(self._journal) + (1 << 20):
                 raise InputError(f"an update of {size} bytes is too large for this model")
@@ -279,9 +305,12 @@ class Desk:
         with self.changed:
             events, answer = self._journal.rounds.update(name, round_, digest, facts)
         if events:
-            if not self._journal.updates.whole(digest):
+            if self._journal.exchanges is not None:
+                why = self._journal.exchanges.unfit(digest, facts["weight"])
+            elif not self._journal.updates.whole(digest):
                 return self._reply("missing")  # a round that was abandoned has taken it along: it is sent again
-            why = self._screen(digest, facts)
+            else:
+                why = self._screen(digest, facts)
             with self.changed:
                 if why is not None:
                     self._journal.record(self._journal.rounds.report(name, round_, "refused", why))
@@ -294,7 +323,37 @@ class Desk:
         with self.changed:
             if not answer.counts and why_late(answer):
                 self._journal.record([{"event": "late", "client": name, "round": round_}])
-            return self._reply("answer", counts=answer.counts, why=answer.why)
+            return self._reply("answer", counts=answer.counts, why=answer.why, final=answer.final)
+
+    def _secure(self, name: str, message: Message) -> Reply:
+        fields, part = message.fields, message.arrays.get("message")
+        round_, number_, step, digest = (
+            number(fields, "round"),
+            number(fields, "number"),
+            text(fields, "step"),
+            text(fields, "sha256"),
+        )
+        updates, exchanges = self._journal.updates, self._journal.exchanges
+        if exchanges is None:
+            raise InputError("this job has no secure aggregation")
+        if part is not None:
+            if part.dtype.name != "uint8" or part.ndim != 1 or part.size > PART_BYTES:
+                raise InputError("a message of secure aggregation is bytes, and larger ones are sent in parts")
+            if hashlib.sha256(part.data).hexdigest() != digest:
+                raise InputError("what came is not what its name says", where=digest[:64])
+        with self.changed:
+            events, why = exchanges.answer(name, number_, step, digest)
+            if events and not (self._asked_secretly(name) and round_ == self._journal.rounds.round):
+                events, why = [], "the client takes no part in this round any more"
+            if events:
+                if part is not None:
+                    updates.put(part.tobytes())
+                elif not updates.whole(digest):
+                    return self._reply("missing")
+                self._journal.record([{**event, "round": round_, "bytes": _bytes(updates, digest)} for event in events])
+                why = exchanges.cheated.get(name, "") if name not in exchanges.server.expected else ""
+                self.changed.notify_all()
+            return self._reply("noted", why=why)
 
     def _report(self, name: str, fields: dict[str, Any]) -> Reply:
         state, reason = text(fields, "state"), text(fields, "reason")[:80]
@@ -329,6 +388,10 @@ class Desk:
 def why_late(answer: Answer) -> bool:
     """Whether an update does not count for having come too late."""
     return "too late" in answer.why
+
+
+def _bytes(content: Content, digest: str) -> int:
+    return content.path(digest).stat().st_size
 
 
 def _size(journal: RoundJournal) -> int:

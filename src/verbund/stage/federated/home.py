@@ -2,6 +2,7 @@
 
 identity.pem        its key and certificate
 server.json         whose certificate is pinned, and the name that it was enrolled under
+peers.json          by name the public keys of other clients, as they were first seen in a secure round
 audit.jsonl         what it did, a chain of hashes, with the heads of the server's that it was told
 jobs/HASH/task.py   a job's task file, which can be read before it runs
 jobs/HASH/content/  versions and updates, by SHA-256
@@ -13,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,14 @@ class Home:
         """Keeps whose client this is."""
         write(self.folder / "server.json", {"fingerprint": fingerprint, "name": name})
 
+    def peers(self) -> dict[str, str]:
+        """By name, the public keys of other clients that it has seen."""
+        return {str(name): str(key) for name, key in (read(self.folder / "peers.json") or {}).items()}
+
+    def pin_peers(self, keys: Mapping[str, str]) -> None:
+        """Keeps the public keys of clients that were not seen before."""
+        write(self.folder / "peers.json", {**keys, **self.peers()})
+
     def job(self, digest: str) -> Path:
         """The folder of a job."""
         folder = self.folder / "jobs" / digest[:_SHOWN]
@@ -99,18 +108,27 @@ class JobState:
         counted: rounds in which its update counted.
         released: updates with noise of their own that were begun, whether or not they came to anything.
         pending: the update that was trained and of which it is not known yet whether it counts.
+        begun: under secure aggregation, the server's log and the number of the last invitation that was taken up: keys
+            that were made for it are gone with the process, and no others are made for it.
+        revealed: the server's log, and the last round in which shares were revealed: in it no second vector is sent.
     """
 
     folder: Path
     counted: int = 0
     pending: dict[str, Any] | None = None
     released: int = 0
+    begun: tuple[str, int] = ("", 0)
+    revealed: tuple[str, int] = ("", 0)
 
     @staticmethod
     def kept(folder: Path) -> JobState:
         """What is on disk."""
         found = read(folder / "state.json") or {}
-        return JobState(folder, int(found.get("counted", 0)), found.get("pending"), int(found.get("released", 0)))
+        begun, revealed = (
+            (str(run), int(n)) for run, n in (found.get(key) or ("", 0) for key in ("begun", "revealed"))
+        )
+        counted, released = int(found.get("counted", 0)), int(found.get("released", 0))
+        return JobState(folder, counted, found.get("pending"), released, begun, revealed)
 
     @property
     def content(self) -> Content:
@@ -133,6 +151,16 @@ class JobState:
         self._write()
         return self.released
 
+    def begin_secure(self, run: str, number: int) -> None:
+        """An invitation is taken up; to be called before anything is said."""
+        self.begun = run, number
+        self._write()
+
+    def reveal(self, run: str, round_: int) -> None:
+        """Shares of a round are revealed; to be called before they are."""
+        self.revealed = run, round_
+        self._write()
+
     def trained(self, facts: dict[str, Any], kept: bool) -> None:
         """An update is there, and goes to the server now."""
         self.pending = {**facts, "kept": kept}
@@ -151,7 +179,8 @@ class JobState:
         self.next_memory.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        write(self.folder / "state.json", {"counted": self.counted, "pending": self.pending, "released": self.released})
+        kept = {key: value for key, value in vars(self).items() if key != "folder"}
+        write(self.folder / "state.json", kept)
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.torch import save_file
@@ -18,11 +19,14 @@ from verbund.cluster.worker import Worker
 from verbund.exchange.federated.client_side import PERSONAL
 from verbund.exchange.federated.content import Content
 from verbund.stage.federated import evaluation
-from verbund.stage.federated.files import SHARED, TOLD, packed, unpacked
+from verbund.stage.federated.files import AUX, DIFFERENCE, SHARED, TOLD, packed, unpacked
 from verbund.stage.federated.local import Assignment, LocalTraining
 from verbund.stage.federated.orders import Order, obey
 from verbund.stage.island import Island, augmentation
 from verbund.stage.validate import evaluation_batches, evaluation_threads, wanted
+
+if TYPE_CHECKING:
+    from verbund.stage.federated.encoding import Encoding
 
 _KEPT = "kept"
 
@@ -50,7 +54,9 @@ class Training:
         self._island, self._local, self._content = island, local, Content(content)
 
     def do(self, order: Order) -> dict[str, Any]:
-        """Does an order: train, evaluate, model."""
+        """Does an order: train, encode, evaluate, model."""
+        if order["order"] == "encode":
+            return self._encoded(order)
         memory: dict[str, Tensor] = {}
         if order.get("memory"):
             (memory,) = unpacked(Path(order["memory"]), _KEPT)
@@ -79,6 +85,10 @@ class Training:
         update, kept = self._local.train(assignment, positions, memory)
         if island.mesh.rank:
             return {}
+        encoding = None
+        if island.job.strategy.exchange.secure is not None:
+            encoding = self._encoding(order, order["members"])
+            update = encoding.checked(update)
         if noisy is not None:  # the losses, which have no noise, stay here
             update = replace(update, difference=noisy.protected(update.difference, order["round"]), metrics={})
         digest = self._content.put(packed(difference=update.difference, aux=update.aux))
@@ -93,9 +103,31 @@ class Training:
             "local_steps": update.local_steps,
             "sums": {name: [float(total), float(weight)] for name, (total, weight) in update.metrics.items()},
         }
+        if encoding is not None:  # what the server hears of this update alone is what it counts
+            counts = {"samples": update.weight, "weight": float(encoding.weight(update.weight))}
+            facts |= {**counts, "token": secrets.token_hex(32), "local_steps": 0, "bytes": 0, "sums": {}}
         if account is not None:
             facts["epsilon"] = account.spent().epsilon
         return {"facts": facts if state is None else {**facts, "state": state}, "kept": bool(kept)}
+
+    def _encoding(self, order: Order, clients: int) -> Encoding:
+        from verbund.stage.federated.encoding import Encoding  # packages that not everybody has
+
+        exchange = self._island.job.strategy.exchange
+        return Encoding(exchange, self._local.shared(), order["round"], clients, order.get("clip"))
+
+    def _encoded(self, order: Order) -> dict[str, Any]:
+        """The whole numbers of an update, with this client's share of the noise, in a file."""
+        from verbund.stage.federated.encoding import encoded
+
+        if self._island.mesh.rank:
+            return {}
+        encoding = self._encoding(order, order["clients"])
+        if (spent := encoding.beyond_budget(order["released"])) is not None:
+            return {"spent": spent}
+        difference, _ = unpacked(self._content.path(order["sha256"]), DIFFERENCE, AUX)
+        content, facts = encoded(encoding, difference, order["samples"])
+        return {**facts, "sha256": self._content.put(content)}
 
     def _own(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this client has for itself in place of what is shared, or besides."""
@@ -110,9 +142,9 @@ class Training:
             return None
         self._local.put({**shared, **self._own(memory)})
         evaluator = metrics.Evaluator(wanted(island.job), island.job.train.objective)
-        with evaluation_threads(island), replica.evaluating():
+        with evaluation_threads(island), replica.evaluation.active():
             for index, batch in evaluation_batches(samples, island.job.validate_.batch, island):
-                evaluated = replica.evaluate(batch)
+                evaluated = replica.evaluation.evaluate(batch)
                 if evaluated is None or batch.phantom:
                     continue
                 output, targets, sums = evaluated

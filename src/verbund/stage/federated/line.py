@@ -88,9 +88,9 @@ class Line:
         with suppress(ClusterLost, Interrupted):
             self.ask("leave", {}, _LEAVE_SECONDS)
 
-    def next(self) -> dict[str, Any]:
+    def next(self) -> Message:
         """What is to be done now."""
-        return self.ask("next", {}).fields
+        return self.ask("next", {})
 
     def fetch(self, digest: str, size: int, content: Content) -> Path:
         """Gets a file, from where it was left off; where it is."""

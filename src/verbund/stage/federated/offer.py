@@ -46,8 +46,7 @@ class Offer:
         asked = job.strategy.exchange
         privacy = asked.privacy
         unavailable = {
-            "secure": asked.secure is not None,
-            "privacy.kind": privacy.kind not in ("none", "central", "local"),
+            "privacy.kind": privacy.kind not in ("none", "central", "local", "distributed"),
             "privacy.sampling": privacy.sampling != "fixed",
         }
         for key, wanted in unavailable.items():
@@ -55,10 +54,6 @@ class Offer:
                 fix = "Leave it out, or simulate with `verbund train`"
                 what = "is set to what is not available with real clients"
                 raise InputError(what, where=f"job, strategy.exchange.{key}", fix=fix)
-        if asked.rule.name == "fedbuff":
-            fix = "Use a synchronous rule, or simulate with `verbund train`"
-            what = "`fedbuff` is not available with real clients"
-            raise InputError(what, where="job, strategy.exchange.rule", fix=fix)
         if job.train.steps is None:
             raise InputError("the number of rounds is missing", where="job, train.steps", fix="Give `train.steps`")
         if job.data.tokenizer not in (None, "bytes"):
@@ -144,7 +139,7 @@ class Offer:
         return {
             "task": self.task_digest,
             "task_at": str(task_at or job.task),
-            "secure": False,
+            "secure": exchange.secure is not None,
             "epsilon": exchange.privacy.budget if exchange.privacy.kind != "none" else None,
             "delta": exchange.privacy.delta if exchange.privacy.kind != "none" else None,
             "weighted": exchange.rule.by_samples,

@@ -29,11 +29,14 @@ class Recorder:
         """What the training ended by, if it has."""
         self._cohort: list[str] = []
         self._updates: dict[str, Event] = {}
+        self._closed: list[str] = []
         self._refused: dict[str, str] = {}
         self._clients: list[str] = []
         self._asked: dict[str, int] = {}
         self._counted: dict[str, int] = {}
         self._failed: dict[str, int] = {}
+        self._exchanged = 0
+        """Bytes of messages of secure aggregation in the round under way, from clients."""
         for event in history:
             self.add(event)
 
@@ -41,14 +44,28 @@ class Recorder:
         """Takes an event of the rounds."""
         match event["event"]:
             case "round":
-                self._cohort, self._updates, self._refused = event["cohort"], {}, {}
+                self._cohort, self._updates, self._refused, self._exchanged = event["cohort"], {}, {}, 0
                 for name in self._cohort:
                     self._asked[name] = self._asked.get(name, 0) + 1
+            case "started":
+                self._cohort.append(event["client"])
+                self._asked[event["client"]] = self._asked.get(event["client"], 0) + 1
+            case "closed":
+                self._closed = event["clients"]
             case "update":
                 self._updates[event["client"]] = event
                 self._refused.pop(event["client"], None)  # it was lost, and is back
             case "failed":
                 self._refused[event["client"]] = f"{event['state']}: {event['reason']}"
+            case "answered":
+                self._exchanged += event["bytes"]
+            case "summed":
+                for name in event["dropped"]:
+                    self._updates.pop(name, None)
+                    self._refused[name] = event["cheated"].get(name) or "dropped out of secure aggregation"
+            case "skipped":
+                for name in self._cohort:
+                    self._failed[name] = self._failed.get(name, 0) + 1
             case "unusable":
                 self._updates.pop(event["client"], None)
                 self._refused[event["client"]] = event["reason"]
@@ -71,7 +88,8 @@ class Recorder:
         self._journal.close()
 
     def _stepped(self, event: Event) -> None:
-        number, used = event["round"] - 1, dict(sorted(self._updates.items()))
+        number = event["round"] - 1
+        used = {name: self._updates[name] for name in self._closed if name in self._updates}
         for counts, names in ((self._counted, used), (self._failed, self._refused)):
             for name in names:
                 counts[name] = counts.get(name, 0) + 1
@@ -94,12 +112,15 @@ class Recorder:
             local_steps=sum(update["local_steps"] for update in used.values()),
             norm=event["norm"],
             agreement=event["agreement"],
-            staleness=0,
+            staleness=max((number - update["base_version"] for update in used.values()), default=0),
             bytes={
                 "down": event["size"] * len(self._cohort),
-                "up": sum(update["bytes"] for update in used.values()),
+                "up": sum(update["bytes"] for update in used.values()) + self._exchanged,
             },
         )
+        # Where nobody is waited for, others are under way or in the buffer already.
+        self._updates = {name: update for name, update in self._updates.items() if name not in used}
+        self._cohort, self._refused = [], {}
 
 
 def close_run(

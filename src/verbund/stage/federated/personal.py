@@ -30,7 +30,7 @@ def evaluate_personal(
     evaluator = metrics.Evaluator(wanted(job), job.train.objective)
     size, world, rank = job.validate_.batch, island.mesh.world, island.mesh.rank
     number = 0
-    with evaluation_threads(island), replica.evaluating():
+    with evaluation_threads(island), replica.evaluation.active():
         for client in range(parts.clients):
             own = parts.of(client)
             cuts = range(0, len(own), size)
@@ -39,7 +39,7 @@ def evaluate_personal(
                 for place, low in enumerate(cuts):
                     ids = samples.ids(own[low : low + size])
                     batch = read(samples, Item(number + place, ids, training=False), None)
-                    evaluated = replica.evaluate(batch)
+                    evaluated = replica.evaluation.evaluate(batch)
                     assert evaluated is not None, "the mesh does not divide the model"
                     output, targets, sums = evaluated
                     mine = replica.task.metrics(output, targets) if replica.task.metrics else None

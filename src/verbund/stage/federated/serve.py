@@ -44,15 +44,27 @@ def terms_of(job: Job, clients: int | None = None) -> Terms:
         fix = "Give `strategy.exchange.clients`, how many there are, or a whole number as `strategy.exchange.cohort`"
         raise InputError("the cohort is a share of nobody knows how many clients", where="job", fix=fix)
     cohort = exchange.cohort_size(known or 1)
+    if exchange.secure is not None and cohort < exchange.secure.minimum:
+        what = f"a cohort of {cohort} is less than `secure.minimum`, {exchange.secure.minimum}"
+        raise InputError(what, where="job, strategy.exchange.cohort", fix="Let more clients take part in a round")
     held = exchange.round
     assert job.train.steps is not None, "the offer has asked for it"
+    buffer = (exchange.rule.buffer or cohort) if exchange.rule.name == "fedbuff" else 0
+    if buffer > cohort:
+        what = f"a buffer of {buffer} updates is more than the {cohort} clients that train at a time"
+        raise InputError(what, where="job, strategy.exchange.rule.buffer", fix="Lower it, or raise the cohort")
+    if buffer and held.over_selection > 1.0:
+        what = "`fedbuff` waits for nobody, so that nobody need be asked in vain"
+        raise InputError(what, where="job, strategy.exchange.round.over_selection", fix="Leave it out")
     return Terms(
         rounds=job.train.steps,
         cohort=cohort,
-        quorum=held.quorum_of(cohort),
+        quorum=max(held.quorum_of(buffer or cohort), exchange.secure.minimum if exchange.secure is not None else 1),
         over_selection=held.over_selection,
         attempts=held.attempts,
         seed=job.seed,
+        secure=exchange.secure is not None,
+        buffer=buffer,
     )
 
 

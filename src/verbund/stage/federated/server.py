@@ -21,6 +21,7 @@ from verbund.job import Job
 from verbund.stage.federated.desk import Desk
 from verbund.stage.federated.offer import Offer
 from verbund.stage.federated.orders import Order
+from verbund.stage.federated.secure_turns import SecureTurns
 
 _STEP_SECONDS = 3600.0
 _TURN = 0.5
@@ -71,12 +72,19 @@ class Server:
         """Of which round and attempt, and with whom there, it was said that it waits."""
         self.hears: Callable[[Event], None] = lambda event: None
         """Is called with each event after it counts."""
-        self.journal = RoundJournal(folder, terms, self._told)
+        secure = job.strategy.exchange.secure
+        self.journal = RoundJournal(folder, terms, self._told, secure)
         begun = self.journal.begun
         if begun is not None and begun["offer"] != self._offer.digest:
             fix = "Give the job and the task file as they were, or another `--run`"
             raise InputError("this run was begun with another job or task file", where=str(folder.parent), fix=fix)
         self.desk = Desk(self.journal, self._offer, self._settings, enrolment, self._screen, notify)
+        self._secure: SecureTurns | None = None
+        if secure is not None:
+            if enrolment is None:
+                what = "secure aggregation goes by the keys that clients were enrolled with, not by an authority's"
+                raise InputError(what, where="--authority", fix="Let clients enrol, or leave `secure` out")
+            self._secure = SecureTurns(self.journal, self.desk, self._settings, enrolment, aggregator.do)
         self._closing = threading.Event()
 
     def hold(self, listener: Listener, stopped: Callable[[], int]) -> None:
@@ -106,6 +114,9 @@ class Server:
             if journal.rounds.phase is Phase.AGGREGATING:
                 self._aggregate()
                 continue
+            if self._secure is not None and self._secure.due:
+                self._secure.proceed()
+                continue
             with desk.changed:
                 if not self._turn():
                     desk.changed.wait(self._wait())
@@ -123,15 +134,21 @@ class Server:
         rounds, desk = self.journal.rounds, self.desk
         passed = time.monotonic() - self._since
         events: list[Event] = []
-        if rounds.phase is Phase.SELECTING:
+        buffered = bool(rounds.terms.buffer) and rounds.phase is Phase.TRAINING
+        if rounds.phase is Phase.SELECTING or buffered:
             there = desk.available()
             events = rounds.select(there, passed >= self._settings.gather)
-            if not events and passed >= _QUIET_SECONDS:
+            if not events and passed >= _QUIET_SECONDS and (not buffered or not there):
                 self._tell_waiting(there)
-        elif rounds.phase is Phase.TRAINING:
+        if rounds.phase is Phase.TRAINING:
             for name in desk.lost():
-                events += rounds.report(name, rounds.round, "lost", "no connection")
+                round_ = rounds.members[name].round or rounds.round
+                events += rounds.report(name, round_, "lost", "no connection")
             events = events or (rounds.expired() if passed >= self._settings.deadline else [])
+        if rounds.phase is Phase.SECURING and self._secure is not None:
+            events = self._secure.turn(passed)
+            if self._secure.due:
+                return True
         self.journal.record(events)
         if events:
             desk.changed.notify_all()
@@ -150,7 +167,8 @@ class Server:
     def _wait(self) -> float:
         """Seconds until something may be due by itself. Within `changed`."""
         rounds, desk = self.journal.rounds, self.desk
-        limit = self._settings.gather if rounds.phase is Phase.SELECTING else self._settings.deadline
+        limits = {Phase.SELECTING: self._settings.gather, Phase.SECURING: self._settings.step_deadline}
+        limit = limits.get(rounds.phase, self._settings.deadline)
         due = [self._since + limit - time.monotonic()]
         asked = [name for name, member in rounds.members.items() if member.state == "asked"]
         due += [self._settings.lost_after - gone for name in asked if (gone := desk.without(name)) > 0]
@@ -166,7 +184,8 @@ class Server:
             "round": rounds.round,
             "privacy": journal.privacy,
             "clients": len(self.desk.clients),
-            "updates": [_told_update(update) for update in updates],
+            "updates": [_told_update(update, rounds.version) for update in updates],
+            **({} if journal.sum is None else {"sum": journal.sum}),
         }
         found = self._aggregator.do(order, _STEP_SECONDS)
         with self.desk.changed:
@@ -244,12 +263,18 @@ class Server:
         """What is shown of an event that has happened."""
         self.hears(event)
         what = event["event"]
-        if what in ("round", "abandoned", "stepped", "closed"):
+        if what in ("round", "abandoned", "stepped", "closed", "invited", "advanced", "skipped"):
             self._since = time.monotonic()
         match what:
             case "round":
                 many = len(event["cohort"])
                 self._notify(f"round {event['round']}: {many} client{'s' * (many != 1)} train")
+            case "skipped":
+                self._notify(f"round {event['round']} comes to nothing, and the model stays as it was: {event['why']}")
+            case "summed" if event["dropped"] or event["cheated"]:
+                gone = [f"{name} ({event['cheated'].get(name, 'no answer')})" for name in event["dropped"]]
+                gone += [f"{name} ({why})" for name, why in event["cheated"].items() if name not in event["dropped"]]
+                self._notify(f"round {event['round']}: the sum of {len(event['clients'])} clients; {'; '.join(gone)}")
             case "abandoned":
                 self._notify(f"round {event['round']}, attempt {event['attempt']}: {event['why']}")
             case "stepped":
@@ -283,7 +308,8 @@ def _files(found: Mapping[str, Any]) -> dict[str, Any]:
     return {key: found[key] for key in ("sha256", "rule", "privacy")}
 
 
-def _told_update(update: Event) -> dict[str, Any]:
-    """What the aggregator needs of an update."""
-    kept = ("client", "sha256", "weight", "local_steps", "base_version", "sums", "state")
+def _told_update(update: Event, version: int) -> dict[str, Any]:
+    """What the aggregator needs of an update; how good another version was is not told of this one."""
+    kept = ["client", "sha256", "weight", "local_steps", "base_version", "sums"]
+    kept += ["state"] if update["base_version"] == version else []
     return {key: update[key] for key in kept if key in update}

@@ -24,7 +24,7 @@ def work(worker: Worker) -> dict[str, Any]:
     settings, spec = worker.settings, worker.spec
     job = Job.build(settings["job"], {}, source="job.toml", folder=settings["folder"])
     exchange = job.strategy.exchange
-    device.use_threads(job.cluster.threads, spec.neighbours)
+    device.use_threads(job.cluster.threads, spec.residents)
     coordination = meeting.coordination(worker, job.cluster.step_deadline)
     serving, finish = threading.Event(), threading.Event()
 

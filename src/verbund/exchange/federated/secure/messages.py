@@ -14,6 +14,7 @@ Clients are numbers: their places in the cohort.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,11 +24,13 @@ from numpy.typing import NDArray
 
 from verbund.comm.wire import bits, frames
 from verbund.comm.wire.bits import Bits
+from verbund.comm.wire.failure import WireError
 from verbund.comm.wire.frames import Message, Payload
 from verbund.exchange.federated.secure.keys import TAG_BYTES
 from verbund.exchange.federated.secure.shamir import SHARE_BYTES
 
 SEALED_BYTES = 2 * SHARE_BYTES + TAG_BYTES
+_LENGTH = struct.Struct("<I")
 
 
 class Malformed(ValueError):
@@ -55,6 +58,32 @@ class Sent:
         """Bytes on the wire, frame and all."""
         header, body = frames.encode(self.kind, self.fields, self.arrays)
         return frames.PREFIX.size + len(header) + sum(len(part) for part in body)
+
+    def packed(self) -> bytes:
+        """What travels, in one piece, as it lies in a file; `opened` makes a message of it."""
+        header, body = frames.encode(self.kind, self.fields, self.arrays)
+        return b"".join((_LENGTH.pack(len(header)), header, *body))
+
+
+def opened(raw: bytes) -> Message:
+    """The message that a client has packed.
+
+    Raises:
+        Malformed: if it is none.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(raw)
+        header, body = bytearray(raw[_LENGTH.size :][:length]), np.frombuffer(raw[_LENGTH.size + length :], np.uint8)
+        kind, fields, described = frames.decode(header, body.size, 16 * len(raw) + 64)
+        arrays, at = {}, 0
+        for each in described:
+            part = body[at : at + each.size]
+            at += each.size
+            laid = each.finish(part, None) if each.packed else part.copy().view(each.plain).reshape(each.shape)
+            arrays[each.name] = laid
+    except (WireError, struct.error, ValueError, TypeError) as error:
+        raise Malformed(f"cannot be read: {error}") from None
+    return Message(kind, fields, arrays)
 
 
 def octets(message: Message, name: str, *shape: int) -> NDArray[np.uint8]:

@@ -114,6 +114,11 @@ class Server:
         return STEPS[self._step] if self._step < len(STEPS) else None
 
     @property
+    def expected(self) -> frozenset[str]:
+        """Whose answers this step may have."""
+        return frozenset(self.round.cohort[i] for i in self._expected)
+
+    @property
     def missing(self) -> frozenset[str]:
         """Whose answers have not come yet."""
         return frozenset(self.round.cohort[i] for i in self._expected - self._answered)
@@ -140,10 +145,14 @@ class Server:
                 raise Malformed(f"is `{message.kind}` where `{self.step}` is due")
             getattr(self, f"_take_{self.step}")(index, message)
         except Malformed as error:
-            self._expected -= {index}
-            self.cheated.setdefault(client, f"its message {error}")
+            self.exclude(client, f"its message {error}")
             raise ClientCheated(client, f"its message {error}") from None
         self._answered.add(index)
+
+    def exclude(self, client: str, why: str) -> None:
+        """A client's message is wrong: it has dropped out."""
+        self._expected -= {self._number[client]}
+        self.cheated.setdefault(client, why)
 
     def advance(self) -> dict[str, Sent]:
         """Ends the step and gives the next messages, by client; none after the last step.
