@@ -9,12 +9,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from cluster.joiners import ended, start, train, write
-from conftest import MakeJob, losses, wait_for
+from conftest import MLP, MakeJob, losses, wait_for
 from processes import MARKED, alive
 from trained import close
 from verbund.observe.journal import read
@@ -30,7 +28,7 @@ def join(command_folder: Path, own: Path, *more: str) -> subprocess.Popen[str]:
     secret = command_folder / "here.secret"
     wait_for(secret.exists, "the secret", 30)
     wait_for((command_folder / "here").exists, "the address", 30)
-    environment = {"HOME": str(own), "XDG_CACHE_HOME": str(own / "cache"), "TMPDIR": "/tmp", "SLOW": "0"}
+    environment = {"HOME": str(own), "XDG_CACHE_HOME": str(own / "cache"), "TMPDIR": "/tmp", "SLOW": "0.03"}
     address = (command_folder / "here").read_text().strip()
     words = ["join", address, "--secret-file", str(secret), "--folder", str(own / "kept"), *more]
     return start(own, *words, **environment)
@@ -46,15 +44,15 @@ def prepared(folder: Path) -> None:
     (folder / "layers.py").write_text("WIDTH = 16\n")
 
 
-def test_trained_resumed_and_evaluated_as_on_one_machine(
+def test_trained_and_resumed_as_on_one_machine(
     run_job: Callable[..., Run], make_job: MakeJob, tmp_path: Path, temporary: Path
 ) -> None:
-    """A worker is killed on the way, and the resume has another strategy on other machines."""
+    """A worker is killed on the way, and the resume has another strategy on another machine."""
     prepared(tmp_path)
     changes = {"checkpoint.every": 20, "data.validation_fraction": 0.2}
     write(tmp_path, make_job, {**changes, **CHANGES, "train.steps": 10**6}, TASK)
     command = train(tmp_path)
-    owns = [temporary / f"host-{number}" for number in range(4)]
+    owns = [temporary / f"host-{number}" for number in range(3)]
     joiners = [join(tmp_path, own) for own in owns[:2]]
     wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), "a checkpoint", 60)
     (victim,) = computing(owns[1])
@@ -76,13 +74,12 @@ def test_trained_resumed_and_evaluated_as_on_one_machine(
 
     last = ["--set", f"train.steps={steps + 20}", "--strategy", "tensor=2", "--json"]
     command = start(tmp_path, "resume", "run", *last)
-    joiners = [join(tmp_path, own) for own in owns[2:]]
+    joiner = join(tmp_path, owns[2], "--slots", "2")
     out, errors = command.communicate(timeout=90)
     assert command.returncode == 0, errors
-    for joiner in joiners:
-        ended(joiner, 0)
+    ended(joiner, 0)
     assert json.loads(out)["steps"] == steps + 20
-    whole = run_job(TASK, {**changes, "train.steps": steps + 20, "checkpoint.every": "end"})
+    whole = run_job(MLP, {**changes, "train.steps": steps + 20, "checkpoint.every": "end"})
     run = Run.open(tmp_path / "run")
     assert losses(run) == pytest.approx(losses(whole), rel=2e-4)
     close(run, whole, 2e-4)
@@ -90,18 +87,6 @@ def test_trained_resumed_and_evaluated_as_on_one_machine(
     for own in owns:
         left = {path.name for path in (own / "kept").iterdir()}
         assert left == {"code", "data"}
-
-    np.savez(tmp_path / "new.npz", x=np.random.default_rng(3).normal(size=(300, 12)).astype(np.float32))
-    command = start(tmp_path, "predict", "run", "new.npz", "--out", "far.parquet", "--workers", "1")
-    joiner = join(tmp_path, owns[0])
-    ended(command, 0)
-    ended(joiner, 0)
-    far = pq.read_table(tmp_path / "far.parquet")
-    command = start(tmp_path, "predict", "run", "new.npz", "--out", "near.parquet", "--cluster", "local")
-    ended(command, 0)
-    near = pq.read_table(tmp_path / "near.parquet")
-    assert far.column("prediction") == near.column("prediction")
-    assert far.num_rows == 300
 
 
 def test_an_error_of_the_task_names_the_users_own_file(make_job: MakeJob, tmp_path: Path, temporary: Path) -> None:
@@ -115,16 +100,4 @@ def test_an_error_of_the_task_names_the_users_own_file(make_job: MakeJob, tmp_pa
     assert "ZeroDivisionError" in errors
     assert str(tmp_path / "task.py") in errors
     assert "kept" not in errors
-    ended(joiner, 0)
-
-
-def test_a_machine_without_room(make_job: MakeJob, small_disk: Path, tmp_path: Path) -> None:
-    (tmp_path / "layers.py").write_text("WIDTH = 16\n")
-    write(tmp_path, make_job, {**CHANGES, "strategy.mesh": {"data": 1}}, TASK)
-    command = train(tmp_path)
-    joiner = join(tmp_path, small_disk)
-    out, errors = command.communicate(timeout=60)
-    assert command.returncode == 2, (out, errors)
-    assert "host 127.0.0.1, " in errors
-    assert "the task and the data need" in errors
     ended(joiner, 0)

@@ -25,6 +25,7 @@ from verbund.errors import InputError, RunFailed, VerbundError
 from verbund.observe import appended
 from verbund.observe.events import Journal
 from verbund.observe.journal import read as read_journals
+from verbund.stage.predictions import PartWriter, merge, written_to
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,17 @@ def test_saves_of_several_hosts_are_one(run: Remote, tmp_path: Path) -> None:
     with Checkpoint.open(run / "checkpoints" / path.name, verify=False) as far:
         for name, values in tensors.items():
             assert torch.equal(far.read("parameters", name), values)
+
+
+def test_predictions_come_to_where_they_are_merged(run: Remote, tmp_path: Path) -> None:
+    parts = [tmp_path / "run" / f".out.csv.part-{number}" for number in range(2)]
+    for number, part in enumerate(parts):
+        with written_to(Remote(run.line, str(part))) as path, PartWriter(path) as writer:
+            writer.write({"sample": np.arange(3 * number, 3 * number + 3)})
+    with written_to(Remote(run.line, str(parts[0].with_name(".out.csv.part-2")))):
+        pass  # a worker without samples writes none
+    merge([*parts, parts[0].with_name(".out.csv.part-2")], tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_text().split() == ['"sample"', *"012345"]
 
 
 @pytest.mark.parametrize(

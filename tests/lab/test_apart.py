@@ -28,7 +28,7 @@ def on(lab: Lab, host: int, folder: Path, own: Path, *words: str) -> subprocess.
     """A command on a host where an empty file system hides the command's folder, all of it."""
     hide = shlex.join(["mount", "-t", "tmpfs", "none", str(folder)])
     inside = f"{hide} && cd {own} && exec {shlex.join(words)}"
-    environment = {**os.environ, "HOME": str(own), "XDG_CACHE_HOME": str(own / "cache"), "SLOW": "0.01"}
+    environment = {**os.environ, "HOME": str(own), "XDG_CACHE_HOME": str(own / "cache"), "SLOW": "0.03"}
     return lab.start(
         host,
         ["unshare", "-m", "--propagation", "private", "sh", "-c", inside],
