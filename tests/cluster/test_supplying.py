@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cluster.owner import Owner, owner
 from verbund.cluster import supplies, supplying
@@ -17,8 +18,10 @@ from verbund.cluster.supplies import HostSupply, Supplies, Tree, located, named_
 from verbund.cluster.supplying import Supplying
 from verbund.data.manifest import Manifest
 from verbund.data.prepare import prepare
+from verbund.data.samples import ColumnFiles
 from verbund.errors import InputError, RunFailed, TaskError
 from verbund.job import Data
+from verbund.stage.before import trees_of
 
 Get = Callable[..., dict[str, str]]
 
@@ -116,6 +119,24 @@ def test_data_of_its_own_by_the_manifest(there: Owner, get: Get, tmp_path: Path)
     manifest = (own / "manifest.json").read_text()
     (own / "manifest.json").write_text(manifest.replace('"rows": 100', '"rows": 101'))
     assert get(tree) != {str(tree.folder): str(own)}
+
+
+def test_images_that_a_set_names(get: Get, tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    for name in ("a/1.png", "a/2.png", "b/1.png"):
+        (tmp_path / "pictures" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (4, 5, 3), dtype=np.uint8)).save(tmp_path / "pictures" / name)
+    (tmp_path / "pictures" / "notes.txt").write_text("no image")
+    prepared = prepare(Data(train="pictures", cache=str(tmp_path / "cache")), folder=tmp_path)
+    assert prepared.train is not None
+    places = get(*trees_of(Path(prepared.train)))
+    expected = ColumnFiles(Path(prepared.train)).rows(np.arange(3))
+    (tmp_path / "pictures").rename(tmp_path / "elsewhere")  # as another host sees it
+    there = located({"prepared": prepared.record()}, places, [])["prepared"]
+    found = ColumnFiles(Path(there["train"]), None, there["roots"]).rows(np.arange(3))
+    for name in ("image", "label"):
+        np.testing.assert_array_equal(found[name], expected[name])
+    assert not [*(tmp_path / "cache-there").rglob("notes.txt")]
 
 
 def test_no_room(get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

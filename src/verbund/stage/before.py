@@ -190,7 +190,7 @@ def supply(cluster: Cluster, job: Job, prepared: Prepared) -> None:
     if job.cluster.kind == "local":
         return
     stores = [store for store in dict.fromkeys((prepared.train, prepared.validation)) if store]
-    trees = [tree for store in stores for tree in _trees_of(Path(store))]
+    trees = [tree for store in stores for tree in trees_of(Path(store))]
     if not job.task.startswith(task.HUGGING_FACE):
         trees.insert(0, Tree("code", job.path(job.task).resolve().parent))
     elif job.task != huggingface.BUNDLED:
@@ -198,7 +198,7 @@ def supply(cluster: Cluster, job: Job, prepared: Prepared) -> None:
     cluster.supply(Supplies(tuple(trees)))
 
 
-def _trees_of(store: Path) -> list[Tree]:
+def trees_of(store: Path) -> list[Tree]:
     """A converted data set, and the images that it names, if it does."""
     trees, manifest = [Tree("data", store)], Manifest.read(store)
     if manifest.kind == "images" and manifest.root is not None:
