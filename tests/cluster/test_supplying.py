@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,12 +20,17 @@ from PIL import Image
 
 from cluster.owner import Owner, owner
 from verbund.cluster import supplies, supplying
+from verbund.cluster.file_service import FileService
+from verbund.cluster.server import Host
+from verbund.cluster.spread import SpreadCluster
 from verbund.cluster.supplies import HostSupply, Supplies, Tree, located, named_by_owner
+from verbund.cluster.supply_child import SupplyChild
 from verbund.cluster.supplying import Supplying
+from verbund.comm.wire import Connection
 from verbund.data.manifest import Manifest
 from verbund.data.prepare import prepare
 from verbund.data.samples import ColumnFiles
-from verbund.errors import InputError, RunFailed, TaskError
+from verbund.errors import ClusterLost, InputError, RunFailed, TaskError
 from verbund.job import Data
 from verbund.stage.before import trees_of
 
@@ -211,3 +222,31 @@ def test_what_was_left_long_ago_is_removed(get: Get, tmp_path: Path) -> None:
     os.utime(old, (0, 0))
     get(Tree("code", code))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_who_receives_is_killed_or_stands_still(there: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warm server tells so, and the command waits no longer than something comes."""
+    still = threading.Event()
+    monkeypatch.setattr(FileService, "_content", lambda *_: still.wait(20) or b"")
+    one, other = socket.socketpair()
+    child = SupplyChild(there.meeting, [Tree("code", tmp_path).record()], tmp_path, True, Connection(one))
+    os.kill(child._pid, signal.SIGKILL)
+    told: list[dict[str, Any]] = []
+    while not child.ended:
+        assert select.select([child], [], [], 10)[0]
+        told += child.told()
+    os.waitpid(child._pid, 0)
+    still.set()
+    one.close()
+    other.close()
+    supply = HostSupply(bytes=17)
+    server: Any = SimpleNamespace(host=Host("far", "10.0.0.2"), supply=supply)
+    check = partial(SpreadCluster._check_supply, cast(Any, None), server)
+    check()
+    supply.moved -= 61
+    with pytest.raises(ClusterLost, match=r"host far: no more of task and data came within 60 s, after 17 bytes"):
+        check()
+    for line in told:
+        supply.hear(line)
+    with pytest.raises(RunFailed, match=r"host far: the process that received task and data was killed"):
+        check()
