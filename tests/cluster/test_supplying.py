@@ -12,21 +12,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from cluster.owner import Owner, owner
+from verbund.cluster import host as hosts
 from verbund.cluster import supplies, supplying
 from verbund.cluster.file_service import FileService
 from verbund.cluster.server import Host
 from verbund.cluster.spread import SpreadCluster
-from verbund.cluster.supplies import HostSupply, Supplies, Tree, located, named_by_owner
+from verbund.cluster.supplies import HostSupply, Supplies, Tree, located, named_by_owner, same_files
 from verbund.cluster.supply_child import SupplyChild
 from verbund.cluster.supplying import Supplying
-from verbund.comm.wire import Connection
+from verbund.comm.wire import Connection, Message
 from verbund.data.manifest import Manifest
 from verbund.data.prepare import prepare
 from verbund.data.samples import ColumnFiles
@@ -132,6 +133,36 @@ def test_data_of_its_own_by_the_manifest(there: Owner, get: Get, tmp_path: Path)
     assert get(tree) != {str(tree.folder): str(own)}
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_shared_data_set_that_nobody_may_write_to_is_not_read_whole(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mark proves that a host sees it, but its manifest does; only else all of it is hashed, to travel."""
+    tree = Tree("data", store(tmp_path, 100))
+    monkeypatch.setattr(hosts, "mark", lambda folder: folder / "no-mark")
+
+    class Server:
+        supply = HostSupply()
+        sent: ClassVar[list[str]] = []
+
+        def ask(self, kind: str, fields: dict[str, Any]) -> Message:
+            if kind == "shared":
+                return Message("seen", {"missing": fields["marks"]}, {})
+            folder = Path(fields["folder"]) if same else tmp_path
+            return Message("same", {"same": same_files(folder, fields["kind"], fields["files"])}, {})
+
+        def send(self, kind: str, _: dict[str, Any]) -> None:
+            self.sent.append(kind)
+
+    cluster: Any = SpreadCluster.__new__(SpreadCluster)
+    cluster._supplies, cluster._files = Supplies((tree,)), FileService()
+    server = Server()
+    cluster._begin_supply(server)
+    assert ("files" in tree.__dict__) == (not same)
+    assert server.sent == ([] if same else ["supply"])
+    assert server.supply.places == ({} if same else None)
+
+
 def test_images_that_a_set_names(get: Get, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     for name in ("a/1.png", "a/2.png", "b/1.png"):
@@ -140,7 +171,12 @@ def test_images_that_a_set_names(get: Get, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "notes.txt").write_text("no image")
     prepared = prepare(Data(train="pictures", cache=str(tmp_path / "cache")), folder=tmp_path)
     assert prepared.train is not None
-    places = get(*trees_of(Path(prepared.train)))
+    trees = trees_of(Path(prepared.train))
+    outline = trees[1].outline()
+    assert outline is not None
+    assert same_files(trees[1].folder, "images", outline["files"])
+    assert not same_files(tmp_path, "images", outline["files"])
+    places = get(*trees)
     expected = ColumnFiles(Path(prepared.train)).rows(np.arange(3))
     (tmp_path / "pictures").rename(tmp_path / "elsewhere")  # as another host sees it
     there = located({"prepared": prepared.record()}, places, [])["prepared"]

@@ -15,6 +15,7 @@ from typing import Any
 from verbund.cluster import host, worker
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
+from verbund.cluster.supplies import same_files
 from verbund.cluster.supply_child import SupplyChild
 from verbund.comm.parent import adopt_orphans, die_with_parent, end_children
 from verbund.comm.rendezvous import Meeting, dial
@@ -90,6 +91,10 @@ def _serve(
                 if supply is not None:
                     supply.end()
                 supply = SupplyChild(meeting, message.fields["trees"], _cache(keep), keep is not None, connection)
+            elif message.kind == "same":
+                told = message.fields
+                same = keep is None and same_files(Path(told["folder"]), told["kind"], told["files"])
+                connection.send("same", {"same": same})
             elif message.kind == "shared":
                 marks = message.fields["marks"]
                 connection.send("seen", {"missing": marks if keep is not None else host.unseen(marks)})

@@ -11,7 +11,7 @@ from verbund.cluster.file_service import FileService
 from verbund.cluster.forked import ForkedCluster, readable
 from verbund.cluster.process import Exit
 from verbund.cluster.server import WarmServer
-from verbund.cluster.supplies import Supplies
+from verbund.cluster.supplies import Supplies, Tree
 from verbund.comm.files import ROLE
 from verbund.comm.rendezvous import Meeting
 from verbund.comm.wire import Connection
@@ -112,10 +112,17 @@ class SpreadCluster(ForkedCluster):
             return
         trees = {tree.folder: tree for tree in supplies.trees}
         (unseen,) = self._unseen([*trees], [server])
+        unseen = [folder for folder in unseen if not self._same(server, trees[folder])]
         if unseen:
             for sha256, content in supplies.offered():
                 self._files.offer(sha256, content)
         server.supply.begin(supplies, [trees[folder] for folder in unseen], lambda told: server.send("supply", told))
+
+    @staticmethod
+    def _same(server: WarmServer, tree: Tree) -> bool:
+        """Whether a host has a data set at the same path, though nobody may write there to prove it."""
+        outline = tree.outline()
+        return outline is not None and bool(server.ask("same", outline).fields["same"])
 
     def _await_supply(self, servers: Sequence[WarmServer]) -> None:
         """Waits until hosts have what they need, as long as something comes."""

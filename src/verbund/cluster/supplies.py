@@ -24,6 +24,8 @@ APART = "apart"
 _PLACES = "places"
 CODE_FILES, CODE_BYTES = 1000, 16 << 20
 """What may travel of a task's folder."""
+_LOOKED_AT = 500
+"""Images whose hashes tell whether a folder is the same."""
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
 
 Kind = Literal["code", "data", "images", "model"]
@@ -55,6 +57,24 @@ class Tree:
             return [(str(path.relative_to(self.folder)), path.stat().st_size, _sha256(path)) for path in self._paths()]
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}", where=str(error.filename or self.folder)) from None
+
+    def outline(self) -> dict[str, Any] | None:
+        """By what a host knows a data set where it lies: the manifest's hash and the sizes of what it describes; of
+        images some hundreds, spread evenly. None of other trees, which are known whole."""
+        if self.kind not in ("data", "images"):
+            return None
+        paths = [*self._paths()]
+        if self.kind == "images":
+            paths = paths[:: max(1, len(paths) // _LOOKED_AT)]
+        hashed = {path: self.kind == "images" or path.name == MANIFEST for path in paths}
+        try:
+            files = [
+                (str(path.relative_to(self.folder)), path.stat().st_size, _sha256(path) if whole else "")
+                for path, whole in hashed.items()
+            ]
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=str(error.filename or self.folder)) from None
+        return {"folder": str(self.folder), "kind": self.kind, "files": files}
 
     @cached_property
     def listing(self) -> bytes:
