@@ -50,12 +50,13 @@ def serve(folder: Path, megabytes: int) -> None:
     import torch
 
     from verbund.comm.wire import listen
+    from verbund.exchange.parameter_server.custody import Custody
     from verbund.exchange.parameter_server.server import Server
     from verbund.exchange.parameter_server.view import Seat, View
 
     torch.set_num_threads(1)
     plan = plan_of(megabytes)
-    server = Server(plan, 0, 0)
+    server = Server(Custody(plan, 0, 0))
     listener = listen(f"unix:{folder}/server")
     blocks = len(plan.blocks)
     server.see(View(1, (Seat(listener.address, 0),), ((0,),) * blocks, ((),) * blocks, (0, 0)))

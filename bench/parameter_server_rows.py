@@ -29,6 +29,7 @@ import torch
 
 from verbund.comm.wire import listen
 from verbund.exchange.parameter_server.client import Client
+from verbund.exchange.parameter_server.custody import Custody
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part, Push
@@ -51,7 +52,7 @@ def view_of(address: str) -> View:
 
 def serve(folder: Path, rows: int) -> None:
     """The server's part, until its input ends."""
-    server = Server(plan_of(rows), 0, 0)
+    server = Server(Custody(plan_of(rows), 0, 0))
     listener = listen(f"unix:{folder}/server")
     server.see(view_of(listener.address))
     threading.Thread(target=server.serve, args=(listener,), daemon=True).start()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import pytest
 from verbund import task
 from verbund.__main__ import main
 from verbund.cluster.local import LocalCluster
+from verbund.errors import Interrupted
 from verbund.job import Job
 from verbund.run import Run
 from verbund.stage import before, doctor, launch
@@ -76,6 +78,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    """The process that forks all servers and clients of real federations."""
+    command = [sys.executable, str(Path(__file__).parent / "stage" / "federated" / "nursery.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
 
 
 @pytest.fixture
@@ -134,6 +145,46 @@ def run_job(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -> 
         return launch.train(make_job(task, changes, **more), tmp_path / f"run-{count}")
 
     return run
+
+
+Struck = Callable[..., tuple[Run, str]]
+
+
+@pytest.fixture
+def struck(
+    shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Struck:
+    """Trains in the directory `run` while a function, in a thread of its own, strikes the workers: `struck(task,
+    changes, strike)` gives the run and what the user was told. A function that fails ends the run."""
+
+    def train(task: str, changes: dict[str, Any], strike: Callable[[], object]) -> tuple[Run, str]:
+        job, failed, over = make_job(task, changes), list[BaseException](), threading.Event()
+
+        def struck() -> None:
+            try:
+                strike()
+            except BaseException as error:
+                failed.append(error)
+                if not over.is_set():
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=struck, daemon=True)
+        capfd.readouterr()
+        thread.start()
+        try:
+            run = launch.train(job, tmp_path / "run", quiet=False)
+        except Interrupted:
+            if not failed:
+                raise
+        finally:
+            over.set()
+            thread.join(100.0)
+            assert not thread.is_alive()
+        if failed:
+            raise failed[0]
+        return run, capfd.readouterr().err
+
+    return train
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:

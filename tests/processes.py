@@ -22,7 +22,8 @@ SLOW = float(os.environ.get("SLOW", 0.01))
 
 def inputs(batch):
     time.sleep(SLOW)
-    (HERE / f"pid-{os.getpid()}").touch()
+    with open(HERE / f"pid-{os.getpid()}", "a") as file:
+        file.write("x")
     return batch["x"]
 """
 )
@@ -36,6 +37,12 @@ def pids(folder: Path, count: int, seconds: float = 20.0) -> list[int]:
         return found if len(found) >= count else []
 
     return list(wait_for(living, f"{count} workers", seconds))
+
+
+def passes(folder: Path, count: int) -> int:
+    """How many forward passes each of so many living workers has begun at least; 0 if there are fewer."""
+    found = [path.stat().st_size for path in folder.glob("pid-*") if alive(int(path.name[4:]))]
+    return min(found) if len(found) >= count else 0
 
 
 def alive(pid: int) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +94,3 @@ class Federation:
         log = self.folder / "run" / "federated" / "audit.jsonl"
         text = log.read_text() if log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-@contextmanager
-def nursery() -> Iterator[subprocess.Popen[str]]:
-    """The process that forks all others."""
-    command = [sys.executable, str(Path(__file__).parent / "stage" / "federated" / "nursery.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.terminate()

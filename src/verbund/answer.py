@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from verbund import plain_json
-from verbund.errors import InputError, Interrupted, VerbundError
+from verbund.errors import InputError, Interrupted, RunFailed, VerbundError, remedy, text_of
 from verbund.interrupts import Interrupt
 
 
@@ -91,6 +91,8 @@ def _named(error: BaseException) -> VerbundError:
         return Interrupted("interrupted")
     if (usage := _usage(error)) is not None:
         return usage
+    if remedy(text_of(error)) is not None:
+        return RunFailed(text_of(error))
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f"{os.path.basename(frame[0].filename)}, line {frame[0].lineno}" if frame else None
     what = f"unexpected {type(error).__name__}: {error}"

@@ -6,6 +6,9 @@ An error is one short paragraph: what is wrong, where, what to do. Its `exit_sta
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +31,14 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be had: {type(another).__name__})"
 
 
+def remedy(text: str) -> str | None:
+    """What to do about a failure that bears the kernel's words for a limit of this process; None for all others."""
+    if os.strerror(errno.EMFILE) not in text:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"Raise the limit on open files (`ulimit -n`, {limit} here), or use fewer workers on one machine"
+
+
 def _paragraph(where: str | None, what: str, fix: str | None) -> str:
     sentences = [part if part.endswith((".", "?", "!")) else f"{part}." for part in (what, fix) if part]
     return " ".join([f"{where}:", *sentences] if where else sentences)
@@ -48,7 +59,7 @@ class VerbundError(Exception):
         self.what = shortened(what, 10_000)
         super().__init__(self.what)
         self.where = where
-        self.fix = fix
+        self.fix = remedy(self.what) or fix
         self.trace: str | None = None
         """The traceback in the process where it happened, for `--debug`."""
         self.run: Path | None = None

@@ -90,6 +90,8 @@ class StagedCluster:
         self.actors: dict[int, Actor] = {}
         self.started: list[ProcessSpec] = []
         self.abandoned: list[str] = []
+        self.slow: dict[str, threading.Event] = {}
+        """By name those that do not come; set when somebody has looked for them."""
 
     def start(self, specs: list[ProcessSpec], timeout: float) -> list[Process]:
         self.started += specs
@@ -97,6 +99,24 @@ class StagedCluster:
             if self._parts[spec.role, spec.rank, spec.life] is None:
                 raise ClusterLost(f"{spec.name} was killed by SIGKILL while starting, before it had started")
         return [self._started(spec) for spec in specs]
+
+    def begin(self, specs: list[ProcessSpec], timeout: float) -> list[Process] | ClusterLost:
+        try:
+            return self.start(specs, timeout)
+        except ClusterLost as error:
+            return error
+
+    def poll(self, starting: list[Process] | ClusterLost) -> list[Process] | None:
+        if isinstance(starting, ClusterLost):
+            raise starting
+        slow = [self.slow[process.spec.name] for process in starting if process.spec.name in self.slow]
+        for told in slow:
+            told.set()
+        return None if slow else starting
+
+    def give_up(self, starting: list[Process] | ClusterLost) -> None:
+        for process in starting if isinstance(starting, list) else []:
+            self.kill(process)
 
     def _started(self, spec: ProcessSpec) -> Process:
         ours, theirs = socket.socketpair()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from verbund.cluster.invitation import PORT, address_of
 from verbund.cluster.joining import Place
 from verbund.comm.rendezvous import dial
 from verbund.comm.wire import Connection, Secret, WireError
-from verbund.errors import ClusterLost, Interrupted
+from verbund.errors import ClusterLost, Interrupted, JobError
 from verbund.interrupts import Interrupts
 from verbund.job import Job
 from verbund.run import Run
@@ -245,3 +247,76 @@ def test_several_hosts_without_a_trusted_network(make_job: MakeJob) -> None:
         Job.build(
             job.resolved(), {"cluster.hosts": ["a", "b"], "cluster.slots": [1, 1]}, source="", folder=Path(job.folder)
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"cluster.kind": "external", "cluster.nodes": 2, "strategy.mesh": {"data": 2}}, True),
+        ({"cluster.kind": "ray", "strategy.islands": 2, "strategy.exchange": "all_reduce"}, True),
+        ({"cluster.kind": "ray", "strategy.islands": 2, "strategy.exchange": "diloco"}, False),
+        ({"cluster.kind": "external", "cluster.nodes": 2, "strategy.islands": 2, "strategy.exchange": "diloco"}, False),
+        ({"cluster.kind": "external", "cluster.nodes": 3, "strategy.islands": 2, "strategy.mesh": {"data": 2}}, True),
+        ({**EXTERNAL, "cluster.nodes": 2, "strategy.mesh": {"data": 2}}, False),
+    ],
+)
+def test_several_machines_that_are_sure_to_come_need_a_trusted_network(
+    changes: dict[str, Any], refused: bool, make_job: MakeJob
+) -> None:
+    if refused:
+        with pytest.raises(JobError, match="exchange tensors without encryption"):
+            make_job(changes=changes)
+    else:
+        make_job(changes=changes)
+
+
+def test_a_machine_with_too_few_slots_is_turned_away_where_no_network_is_trusted(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    """At once, and both sides are told: with one more of its kind the job would be refused."""
+    job = make_job(changes={"cluster.kind": "external", "strategy.mesh": {"data": 2}, "cluster.join_within": 30.0})
+    (tmp_path / "cache").mkdir()
+    said: list[str] = []
+    cluster = ExternalCluster(job, tmp_path / "cache", [], {}, said.append)
+
+    def wait() -> None:
+        with pytest.raises(Interrupted):
+            cluster.settled(job)
+
+    waiting = threading.Thread(target=wait)
+    cluster._check = lambda: _raise_if(any("turned away" in text for text in said))  # type: ignore[method-assign]
+    waiting.start()
+    try:
+        joiner = dial(cluster.meeting, "join", -1)
+        joiner.send("offer", {"address": "127.0.0.1", "slots": 1, "rank": None, "versions": versions()})
+        error = joiner.receive(5).fields["error"]
+        waiting.join(5)
+        assert not waiting.is_alive()
+    finally:
+        cluster.close()
+    assert "has 1 slot for 2 workers that must lie on one host" in error["what"]
+    assert "--slots 2" in error["fix"]
+    invited = [text for text in said if "turned away" not in text]
+    assert not invited or "waiting for 2 slots, 2 on one host as there is no `cluster.trusted_network`" in invited[0]
+
+
+def _raise_if(over: bool) -> None:
+    if over:
+        raise Interrupted("that was all")
+
+
+def test_a_stopped_worker_of_another_machine_is_not_waited_for(make_job: MakeJob, tmp_path: Path) -> None:
+    """Its warm server tells, so that a minute of silence need not pass."""
+    changes = {"train.steps": 10**6, "cluster.heartbeat": 0.2, "cluster.lost_after": 60.0}
+    write(tmp_path, make_job, {**changes, "strategy.mesh": {"data": 2}}, MARKED)
+    command = train(tmp_path, "--json")
+    joiner = join(tmp_path, "--slots", "2")
+    stopped = pids(tmp_path, 2, 40)[1]
+    began = time.monotonic()
+    os.kill(stopped, signal.SIGSTOP)
+    out, errors = command.communicate(timeout=55)
+    assert command.returncode == 3, errors
+    assert time.monotonic() - began < 55
+    assert f"(pid {stopped} on 127.0.0.1) has given no sign of life for" in json.loads(out)["cause"]["what"]
+    ended(joiner, 0)
+    assert gone([stopped], 5)

@@ -216,8 +216,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
         asks: Callable[[Path], None] | None = None,
         interrupts: Interrupts | None = None,
         deadline: float = 20.0,
+        slow: dict[str, threading.Event] | None = None,
     ) -> tuple[list[dict[str, Any]], StagedCluster]:
         cluster = StagedCluster(parts)
+        cluster.slow |= slow or {}
         clusters.append(cluster)
         specs = [ProcessSpec("worker", rank, workers, "x:y", neighbours=workers) for rank in range(workers)]
         limits = Limits(lost_after=5.0, stop_grace=1.0, step_deadline=deadline)
@@ -325,6 +327,35 @@ def test_one_that_does_not_come_to_join_is_replaced(run: Run) -> None:
     }
     results, _ = run(parts, deadline=0.5)
     assert results == [{"era": 2}]
+
+
+def test_a_start_that_hangs_holds_nobody_up(run: Run) -> None:
+    """A host that does not answer: the others are heard, lose a member and get another one meanwhile."""
+
+    def asks(folder: Path) -> None:
+        with contextlib.suppress(WireError):
+            requests.ask(folder, 3, 10.0)
+
+    hangs = threading.Event()
+
+    def dies(actor: Actor) -> None:
+        actor._connection.send("met", {"era": 0})
+        hangs.wait(10.0)
+        actor.end(-9)
+
+    def lingers(actor: Actor) -> None:
+        actor.killed()
+
+    parts: dict[tuple[str, int, int], Part | None] = {
+        ("worker", 0, 0): Member(full(2, 2)),
+        ("worker", 1, 0): dies,
+        ("worker", 1, 1): Member(full(2, 2)),
+        ("worker", 2, 0): lingers,
+    }
+    results, cluster = run(parts, asks=asks, slow={"worker 2": hangs})
+    assert hangs.is_set()
+    assert results == [{"era": 2}]
+    assert [(spec.rank, spec.life) for spec in cluster.started] == [(0, 0), (1, 0), (2, 0), (1, 1)]
 
 
 def test_all_are_lost(run: Run) -> None:

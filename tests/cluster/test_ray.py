@@ -36,7 +36,8 @@ RAY = {"cluster.kind": "ray", "strategy.mesh": {"data": 2}, "cluster.lost_after"
     ],
 )
 def test_shares(strategy: dict[str, Any], nodes: int | None, expected: list[int], make_job: MakeJob) -> None:
-    job = make_job(changes={"cluster.kind": "ray", "strategy": strategy, **({"cluster.nodes": nodes} if nodes else {})})
+    changes = {"cluster.kind": "ray", "cluster.trusted_network": "10.0.0.0/8", "strategy": strategy}
+    job = make_job(changes={**changes, **({"cluster.nodes": nodes} if nodes else {})})
     assert ours.shares(job) == expected
 
 

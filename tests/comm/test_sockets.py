@@ -37,6 +37,17 @@ def test_only_those_of_the_block_are_shut_down() -> None:
     os.close(log)
 
 
+def test_what_is_being_opened_is_shut_down_as_soon_as_it_is_there() -> None:
+    sockets = Sockets()
+    with sockets.opened():
+        first, second = _pair()
+        sockets.shut()
+    for end in (first, second):
+        end.settimeout(1.0)
+        assert end.recv(1) == b""
+        end.close()
+
+
 def test_a_descriptor_that_is_another_ones_by_now_is_left_alone() -> None:
     sockets = Sockets()
     with sockets.opened():

@@ -114,6 +114,11 @@ class Lab:
         _tc("-n", name, "qdisc", "replace", "dev", device, "root", "blackhole")
         self._one_way[host] = name, device
 
+    def cut_between(self, source: int, target: int) -> None:
+        """From now on nothing that one host sends reaches the other; both reach all others, and nobody is told."""
+        nowhere = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+        _ip("-n", self.hosts[source], "neigh", "replace", self.hosts[target], *nowhere)
+
     def restore(self, host: int) -> None:
         """Ends a cut."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def train(lab: Lab, folder: Path, *more: str) -> subprocess.CompletedProcess[str
     return lab.run(0, [*VERBUND, "train", "job.toml", "--run", "run", *more], cwd=folder, timeout=120)
 
 
-def start(lab: Lab, folder: Path) -> subprocess.Popen[str]:
-    """A run under way: all workers compute."""
+def start(lab: Lab, folder: Path, hosts: Sequence[int] | None = None) -> subprocess.Popen[str]:
+    """A run under way: all workers compute, on all hosts or on these."""
     command = lab.start(
         0,
         [*VERBUND, "train", "job.toml", "--run", "run", "--json"],
@@ -41,8 +42,10 @@ def start(lab: Lab, folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
     )
 
+    numbers = range(len(lab.hosts)) if hosts is None else hosts
+
     def computing() -> bool:
-        return all(any((folder / f"pid-{pid}").exists() for pid in lab.pids(host)) for host in range(len(lab.hosts)))
+        return all(any((folder / f"pid-{pid}").exists() for pid in lab.pids(host)) for host in numbers)
 
     wait_for(lambda: command.poll() is not None or computing(), "all workers", 60)
     assert command.poll() is None, command.communicate()

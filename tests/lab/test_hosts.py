@@ -8,13 +8,14 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from conftest import MLP, MakeJob, losses, wait_for
 from lab import Lab, missing
 from lab.runs import ENDLESS, VERBUND, ended, start, train, write
-from processes import MARKED, gone
+from processes import MARKED, gone, step_of
 from trained import close
 from verbund.run import Run
 from verbund.stage import launch
@@ -46,16 +47,56 @@ def test_a_host_without_power(make_job: MakeJob, tmp_path: Path) -> None:
     assert document["cause"]["what"].startswith(f"host {lab.hosts[2]} is lost with worker 2: ")
 
 
-def test_a_cut_link_is_named_and_both_sides_end(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["both", "to", "from"])
+def test_a_cut_link_is_named_and_both_sides_end(
+    way: Literal["both", "to", "from"], lab: Lab, make_job: MakeJob, tmp_path: Path
+) -> None:
+    """Whether it loses what goes to the host, what comes from it, or both: each side hears no acknowledgement."""
     write(lab, make_job, tmp_path, {**ENDLESS, "cluster.lost_after": 4.0, "cluster.orphan_grace": 1.0}, MARKED)
     command = start(lab, tmp_path)
     began = time.time()
     beyond = lab.pids(1)
-    lab.cut(1)
+    lab.cut(1, way)
     document = ended(command, lab, [0])
     assert document["failures"][0]["time"] - began < 4.0 + 0.5  # a turn of the supervisor, on a busy machine
     assert document["cause"]["what"].startswith(f"host {lab.hosts[1]} is lost with worker 1: ")
     assert gone(beyond, 10)
+
+
+def test_two_hosts_that_do_not_reach_each_other_any_more(make_job: MakeJob, tmp_path: Path) -> None:
+    """In one direction, and the command reaches both: what is between them is named long before the step's deadline."""
+    with Lab(hosts=3) as lab:
+        changes = {"cluster.hosts": lab.hosts[1:], "strategy.mesh": {"data": 2}, "cluster.lost_after": 2.0}
+        write(lab, make_job, tmp_path, {**ENDLESS, **changes}, MARKED)
+        command = start(lab, tmp_path, [1, 2])
+        lab.cut_between(1, 2)
+        document = ended(command, lab, [0, 1, 2])
+        addresses = lab.hosts[1:]
+    what = document["cause"]["what"]
+    assert "nothing was acknowledged for" in what
+    assert all(address in what for address in addresses)
+
+
+def test_a_link_that_is_slow_and_loses_all_now_and_then(
+    make_job: MakeJob, tmp_path: Path, shared_cluster: object
+) -> None:
+    """10 Mbit/s, and nothing at all for a second, twice: slower, never wrong."""
+    wide = MARKED.replace("16", "2000")
+    alone = launch.train(make_job(wide, {"train.steps": 24}), tmp_path / "alone")
+    with Lab(hosts=2, rate="10mbit") as lab:
+        changes = {"train.steps": 24, "cluster.heartbeat": 0.2, "cluster.lost_after": 6.0, "cluster.replacements": 3}
+        write(lab, make_job, tmp_path, changes, wide)
+        command = start(lab, tmp_path)
+        for step in (5, 14):
+            wait_for(lambda step=step: step_of(tmp_path) >= step, "some steps", 60)  # type: ignore[misc]
+            lab.cut(1)
+            time.sleep(1)  # that long it loses everything
+            lab.restore(1)
+        out, errors = command.communicate(timeout=90)
+    assert command.returncode == 0, errors
+    summary = json.loads(out)
+    assert (summary["steps"], summary["failures"], summary["membership"]["replacements"]) == (24, [], [])
+    assert losses(Run.open(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-5)
 
 
 def test_nothing_is_left_of_a_killed_command(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from conftest import MLP, MakeJob, losses, wait_for
-from processes import MARKED, pids, start_command, step_of, write_job
+from conftest import MLP, Struck, losses, wait_for
+from processes import MARKED, gone, passes, pids
 from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
 
-STEPS = 120
+STEPS = 80
 SETTINGS: dict[str, Any] = {
     "cluster.replacements": 20,
     "cluster.heartbeat": 0.2,
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "train.optimizer": {"name": "adamw", "lr": 1e-3},
     "train.clip_norm": 1.0,
     "train.ema": 0.9,
-    "validate.every": 40,
+    "validate.every": 25,
     "data.validation_fraction": 0.2,
 }
 TASK = MARKED.replace(
@@ -42,11 +42,9 @@ def model():
 )
 
 
-def start(make_job: MakeJob, folder: Path, strategy: str, **more: Any) -> Any:
-    write_job(make_job, folder, {**SETTINGS, **parse_strategy(strategy), **more}, TASK)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW", "0.004" if "pipeline" in strategy else "0.03")  # of a micro-batch
-        return start_command(folder)
+def task(strategy: str) -> str:
+    """With passes long enough to be struck in."""
+    return TASK.replace("SLOW)", "0.004)" if "pipeline" in strategy else "0.03)")
 
 
 def by_rank(folder: Path, world: int) -> list[int]:
@@ -60,17 +58,14 @@ def by_rank(folder: Path, world: int) -> list[int]:
     return [found[rank] for rank in range(world)]
 
 
-def check(folder: Path, command: Any, *, attempts: int | None = 1) -> list[dict[str, Any]]:
+def check(run: Run, *, attempts: int | None = 1) -> list[dict[str, Any]]:
     """The run has ended as an undisturbed one does; its recoveries."""
-    _, errors = command.communicate(timeout=100)
-    assert command.returncode == 0, errors
-    run = Run.open(folder / "run")
+    folder = run.path.parent
     summary = run.summary
-    assert (summary["status"], summary["steps"]) == ("done", STEPS), errors
-    assert summary["attempt"] == (attempts or summary["attempt"]), errors
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLOW", "0")
-        undisturbed = launch.train(run.job, folder / "undisturbed")
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert summary["attempt"] == (attempts or summary["attempt"])
+    (folder / "task.py").write_text(TASK.replace("SLOW)", "0)"))
+    undisturbed = launch.train(run.job, folder / "undisturbed")
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     for name in ("loss", "accuracy"):
         assert summary["metrics"][name]["curve"] == [
@@ -94,80 +89,94 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def under(strategy: str, **more: Any) -> dict[str, Any]:
+    return {**SETTINGS, **parse_strategy(strategy), **more}
+
+
+def begun(folder: Path, world: int, strategy: str = "") -> list[int]:
+    """The pids of the workers, by rank, once all have done ten steps: of eight passes in a pipeline of two stages."""
+    least = 80 if "pipeline" in strategy else 10
+    wait_for(lambda: passes(folder, world) > least, "some steps", 60)
+    return by_rank(folder, world)
+
+
 @pytest.mark.parametrize("strategy", ["shard=2,data=2", "tensor=2,data=2", "pipeline=2,data=2"])
-def test_one_of_two_that_hold_the_same(strategy: str, make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
-    command = start(make_job, tmp_path, strategy)
-    workers = by_rank(tmp_path, 4)
-    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
-    os.kill(workers[0], signal.SIGKILL)
-    assert [(each["how"], each["again"]) for each in check(tmp_path, command)] == [("peers", 0)]
+def test_one_of_two_that_hold_the_same(strategy: str, struck: Struck, tmp_path: Path) -> None:
+    run, _ = struck(task(strategy), under(strategy), lambda: os.kill(begun(tmp_path, 4, strategy)[0], signal.SIGKILL))
+    assert [(each["how"], each["again"]) for each in check(run)] == [("peers", 0)]
 
 
-def test_two_at_once_and_one_that_has_just_come(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_two_at_once_and_one_that_has_just_come(struck: Struck, tmp_path: Path) -> None:
     """Of either replica one, whose parts the other has; and who takes a place while all meet."""
-    command = start(make_job, tmp_path, "shard=2,data=2")
-    workers = by_rank(tmp_path, 4)
-    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
-    for rank in (0, 3):
-        os.kill(workers[rank], signal.SIGKILL)
-    journal = tmp_path / "run" / "journal" / "worker-0-1-1.jsonl"
-    wait_for(journal.exists, "who takes its place", 60)
-    os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
-    assert {(each["how"], each["again"]) for each in check(tmp_path, command)} == {("peers", 0)}
+
+    def strike() -> None:
+        workers = begun(tmp_path, 4)
+        for rank in (0, 3):
+            os.kill(workers[rank], signal.SIGKILL)
+        journal = tmp_path / "run" / "journal" / "worker-0-1-1.jsonl"
+        wait_for(lambda: journal.exists() and journal.read_text(), "who takes its place", 60)
+        os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+
+    run, _ = struck(task("shard=2"), under("shard=2,data=2"), strike)
+    assert {(each["how"], each["again"]) for each in check(run)} == {("peers", 0)}
 
 
-def test_one_that_has_just_started(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_one_that_has_just_started(struck: Struck, tmp_path: Path) -> None:
     """While the others load, meet, build the model or compare it: they wait for another one, or all begin again."""
-    command = start(make_job, tmp_path, "pipeline=2")
-    journal = tmp_path / "run" / "journal" / "worker-1-1.jsonl"
-    wait_for(lambda: journal.exists() and journal.read_text(), "its journal", 60)
-    os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
-    check(tmp_path, command, attempts=None)
+
+    def strike() -> None:
+        journal = tmp_path / "run" / "journal" / "worker-1-1.jsonl"
+        wait_for(lambda: journal.exists() and journal.read_text(), "its journal", 60)
+        os.kill(json.loads(journal.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+
+    run, _ = struck(task("pipeline=2"), under("pipeline=2"), strike)
+    check(run, attempts=None)
 
 
-def test_both_that_hold_the_same(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_both_that_hold_the_same(struck: Struck, tmp_path: Path) -> None:
     """Nobody has it in memory any more: the newest checkpoint has."""
-    command = start(make_job, tmp_path, "shard=2,data=2", **{"checkpoint.every": 5})
-    workers = by_rank(tmp_path, 4)
-    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
-    for rank in (1, 3):
-        os.kill(workers[rank], signal.SIGKILL)
-    assert check(tmp_path, command, attempts=2) == []
+
+    def strike() -> None:
+        workers = begun(tmp_path, 4)
+        for rank in (1, 3):
+            os.kill(workers[rank], signal.SIGKILL)
+
+    run, _ = struck(task("shard=2"), under("shard=2,data=2", **{"checkpoint.every": 5}), strike)
+    assert check(run, attempts=2) == []
 
 
 @pytest.mark.parametrize("strategy", ["shard=2", "pipeline=2"])
-def test_mirrors(strategy: str, make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_mirrors(strategy: str, struck: Struck, tmp_path: Path) -> None:
     """Nobody else trains the parts of the lost one: all go back to the newest mirrors, twice."""
-    command = start(make_job, tmp_path, strategy, **{"checkpoint.mirror": 7})
-    beyond = 10
-    for rank in (0, 1):
-        wait_for(lambda at=beyond: step_of(tmp_path) > at, "some steps", 60)
-        os.kill(by_rank(tmp_path, 2)[rank], signal.SIGKILL)
-        wait_for(lambda at=rank: len(recoveries(tmp_path)) > at, "the recovery", 60)
-        beyond = step_of(tmp_path) + 10
-    found = check(tmp_path, command)
+
+    def strike() -> None:
+        for rank in (0, 1):
+            lost = begun(tmp_path, 2, strategy)[rank]
+            os.kill(lost, signal.SIGKILL)
+            assert gone([lost], 60)
+
+    run, _ = struck(task(strategy), under(strategy, **{"checkpoint.mirror": 7}), strike)
+    found = check(run)
     assert [each["how"] for each in found] == ["mirrors"] * 2
     assert all(each["step"] % 7 == 0 and 0 <= each["again"] <= 7 for each in found)
 
 
-def test_who_is_asked_to_end_leaves_what_it_has(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_who_is_asked_to_end_leaves_what_it_has(struck: Struck, tmp_path: Path) -> None:
     """SIGTERM to a worker whose parts nobody else trains: they are handed over at the border of a step."""
-    command = start(make_job, tmp_path, "shard=2")
-    workers = by_rank(tmp_path, 2)
-    wait_for(lambda: step_of(tmp_path) > 10, "some steps", 60)
-    os.kill(workers[0], signal.SIGTERM)
-    assert [(each["how"], each["again"]) for each in check(tmp_path, command)] == [("mirrors", 0)]
+    run, _ = struck(task("shard=2"), under("shard=2"), lambda: os.kill(begun(tmp_path, 2)[0], signal.SIGTERM))
+    assert [(each["how"], each["again"]) for each in check(run)] == [("mirrors", 0)]
 
 
-def test_at_the_end(make_job: MakeJob, tmp_path: Path, shared_cluster: Any) -> None:
+def test_at_the_end(struck: Struck, tmp_path: Path) -> None:
     """Killed while the others save or leave: the run ends, with all that there is."""
-    command = start(make_job, tmp_path, "shard=2", **{"train.steps": 30, "validate.every": "end"})
-    workers = by_rank(tmp_path, 2)
-    saves = tmp_path / "run" / "checkpoints"
-    wait_for(lambda: [*saves.glob(".step-00000030*"), *saves.glob("step-00000030")], "the last save", 60)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(workers[1], signal.SIGKILL)
-    _, errors = command.communicate(timeout=60)
-    assert command.returncode == 0, errors
-    summary = Run.open(tmp_path / "run").summary
+
+    def strike() -> None:
+        workers = by_rank(tmp_path, 2)
+        saves = tmp_path / "run" / "checkpoints"
+        wait_for(lambda: [*saves.glob(".step-00000030*"), *saves.glob("step-00000030")], "the last save", 60)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(workers[1], signal.SIGKILL)
+
+    changes = under("shard=2", **{"train.steps": 30, "validate.every": "end"})
+    summary = struck(task("shard=2"), changes, strike)[0].summary
     assert (summary["status"], summary["steps"]) == ("done", 30)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import MakeJob, losses, wait_for
-from processes import gone, parent, pids, start_command, write_job
+from conftest import MakeJob, Struck, losses, wait_for
+from processes import MARKED, gone, parent, pids, start_command, write_job
+from verbund.errors import ClusterLost, Interrupted
 from verbund.run import Run
 from verbund.stage import launch
 
+STEPS = 90
 SETTINGS: dict[str, Any] = {
     "cluster.replacements": 5,
     "cluster.heartbeat": 0.2,
     "strategy.mesh": {"shard": 2},
     "checkpoint.mirror": 0,  # with mirrors or replicas a lost worker is replaced instead
-    "train.steps": 120,
+    "train.steps": STEPS,
     "train.optimizer": {"name": "adamw", "lr": 1e-3},
     "checkpoint.every": 10,
 }
@@ -35,19 +37,17 @@ def _saved(folder: Path, beyond: int = -1) -> int | None:
     "strategy",
     [{"mesh": {"shard": 2}}, {"mesh": {"pipeline": 2}}, {"islands": 2, "exchange": {"name": "local_sgd", "every": 4}}],
 )
-def test_killed_twice(strategy: dict[str, Any], make_job: MakeJob, tmp_path: Path) -> None:
-    write_job(make_job, tmp_path, {**SETTINGS, "strategy": strategy})
-    command = start_command(tmp_path)
-    at = -1
-    for number in range(2):
-        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a checkpoint", 60)
-        os.kill(pids(tmp_path, 2, 60)[number], signal.SIGKILL)
-        at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a later checkpoint", 60)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 0, errors
-    run = Run.open(tmp_path / "run")
+def test_killed_twice(strategy: dict[str, Any], struck: Struck, tmp_path: Path) -> None:
+    def strike() -> None:
+        at = -1
+        for number in range(2):
+            at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a checkpoint", 60)
+            os.kill(pids(tmp_path, 2, 60)[number], signal.SIGKILL)
+            at = wait_for(lambda beyond=at: _saved(tmp_path, beyond), "a later checkpoint", 60)
+
+    run, _ = struck(MARKED, {**SETTINGS, "strategy": strategy}, strike)
     summary = run.summary
-    assert (summary["status"], summary["steps"], summary["generations"]) == ("done", 120, 3)
+    assert (summary["status"], summary["steps"], summary["generations"]) == ("done", STEPS, 3)
     assert [failure["process"] for failure in summary["failures"]].count("supervisor") == 0
     assert sum("killed by SIGKILL" in failure["error"]["what"] for failure in summary["failures"]) == 2
     assert any("training goes on from step" in note for note in summary["notes"])
@@ -55,20 +55,21 @@ def test_killed_twice(strategy: dict[str, Any], make_job: MakeJob, tmp_path: Pat
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
 
 
-def test_stopped_for_too_long(make_job: MakeJob, tmp_path: Path) -> None:
-    write_job(make_job, tmp_path, {**SETTINGS, "cluster.lost_after": 1.0})
-    command = start_command(tmp_path)
-    at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
-    stopped = pids(tmp_path, 2, 60)[0]
-    os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
-    assert gone([stopped], 1)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 0, errors
-    assert "no sign of life" in errors
+def test_stopped_for_too_long(struck: Struck, tmp_path: Path) -> None:
+    stopped: list[int] = []
+
+    def strike() -> None:
+        at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
+        stopped.append(pids(tmp_path, 2, 60)[0])
+        os.kill(stopped[0], signal.SIGSTOP)
+        wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
+
+    _, told = struck(MARKED, {**SETTINGS, "cluster.lost_after": 1.0}, strike)
+    assert gone(stopped, 1)
+    assert "no sign of life" in told
 
 
-def test_what_fails_again_and_again_ends_with_its_cause(make_job: MakeJob, tmp_path: Path) -> None:
+def test_what_fails_again_and_again_ends_with_its_cause(run_job: Callable[..., Run], tmp_path: Path) -> None:
     task = """
 import os, signal
 from torch import nn
@@ -77,17 +78,14 @@ def model():
     return nn.Linear(12, 5)
 
 def inputs(batch):
-    trains = os.path.exists(os.path.join(os.path.dirname(__file__), "run"))  # and is not only tried
+    trains = os.path.exists(os.path.join(os.path.dirname(__file__), "run-1"))  # and is not only tried
     if trains and len(batch["x"]) in (18, 19):
         os.kill(os.getpid(), signal.SIGKILL)
     return batch["x"]
 """
-    write_job(make_job, tmp_path, SETTINGS, task)
-    command = start_command(tmp_path)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 3, errors
-    assert "was killed by SIGKILL" in errors
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    with pytest.raises(ClusterLost, match="was killed by SIGKILL"):
+        run_job(task, SETTINGS)
+    summary = Run.open(tmp_path / "run-1").summary
     assert summary["status"] == "failed"
     assert summary["attempt"] == 3  # the third came to nothing either
 
@@ -102,12 +100,12 @@ def test_a_lost_warm_server_is_not_worked_around(make_job: MakeJob, tmp_path: Pa
     assert "the parent of all workers" in errors
 
 
-def test_an_interrupt_after_a_restart(make_job: MakeJob, tmp_path: Path) -> None:
-    write_job(make_job, tmp_path, {**SETTINGS, "train.steps": 5000})
-    command = start_command(tmp_path)
-    at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
-    os.kill(pids(tmp_path, 2, 60)[0], signal.SIGKILL)
-    wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
-    command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 130, errors
+def test_an_interrupt_after_a_restart(struck: Struck, tmp_path: Path) -> None:
+    def strike() -> None:
+        at = wait_for(lambda: _saved(tmp_path), "a checkpoint", 60)
+        os.kill(pids(tmp_path, 2, 60)[0], signal.SIGKILL)
+        wait_for(lambda: _saved(tmp_path, at + 10), "a later checkpoint", 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        struck(MARKED, {**SETTINGS, "train.steps": 5000}, strike)

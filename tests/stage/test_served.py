@@ -114,6 +114,18 @@ def test_verify_starts_servers(command: Command, make_job: MakeJob, tmp_path: Pa
     assert found["left_out"] == ["servers keep no gradients: losses and parameters were compared"]
 
 
+def test_verify_clips_and_leaves_compression_out(command: Command, make_job: MakeJob, tmp_path: Path) -> None:
+    make_job()
+    (tmp_path / "job.toml").write_text(VERIFIED.replace("steps = 5", "steps = 5, clip_norm = 0.3"))
+    strategy = "islands=2,exchange=parameter_server,exchange.compression=int8"
+    ended = command("verify", "job.toml", "--strategy", strategy, "--json")
+    assert ended.status == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["passed"]
+    assert found["differences"]["parameters"]["difference"] < 1e-5
+    assert found["left_out"][0].startswith("compression `int8` is inexact")
+
+
 def test_verify_finds_servers_that_step_otherwise(
     make_job: MakeJob, shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +147,7 @@ def test_verify_says_what_it_leaves_out(consistency: str, command: Command, make
     ended = command("verify", "job.toml", "--strategy", f"{TWO},exchange.consistency={consistency}")
     assert ended.status == 0, ended.err
     assert "no servers were started" in ended.out + ended.err
+    assert "decays whatever an optimiser remembers" in ended.out + ended.err
 
 
 def test_tables_that_no_checkpoint_has_room_for_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -18,8 +19,10 @@ from verbund.cluster import local
 from verbund.cluster.local import LocalCluster
 from verbund.errors import InputError
 from verbund.job import parse_strategy
+from verbund.mesh.axes import Mesh
 from verbund.run import Run
 from verbund.stage import before, launch
+from verbund.stage.refill import mirrors_kept
 
 ADAM = {"train.optimizer": {"name": "adam", "lr": 0.01}}
 BLOCKS = """
@@ -97,6 +100,27 @@ def test_too_little_for_the_parts_too(
     monkeypatch.setattr(local, "available_bytes", lambda: 1000)
     with pytest.raises(InputError, match=r"2 workers need about .* \(estimated without a dry run\)"):
         launch.check(make_job(changes=parse_strategy("shard=2")))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_mirrors_are_counted(make_job: MakeJob) -> None:
+    """Two of all that a worker holds between steps, and two of another's where each is alone on its host."""
+    shapes = [(16, 12), (16,), (5, 16), (5,)]
+    held = 3 * sum(4 * math.prod(shape) for shape in shapes)  # Adam has two moments of each value
+    settings = {**ADAM, **parse_strategy("shard=2"), "cluster.replacements": 3}
+    needs = [launch.check(make_job(changes={**settings, "checkpoint.mirror": every})) for every in (0, 1)]
+    assert needs[1].worker_bytes - needs[0].worker_bytes == pytest.approx(2 * held / 2, abs=2)
+    hosts = {"cluster.kind": "hosts", "cluster.hosts": ["a", "b"], "cluster.trusted_network": "10.0.0.0/8"}
+    for changes, strategy, kept in (
+        ({}, "shard=2", 2),
+        ({}, "shard=2,data=2", 0),
+        ({"checkpoint.mirror": 5}, "shard=2,data=2", 2),
+        (hosts, "shard=2", 4),
+        (hosts, "shard=4", 2),
+        ({}, "data=2", 0),
+    ):
+        job = make_job(changes={**parse_strategy(strategy), "cluster.replacements": 3, **changes})
+        assert mirrors_kept(job, Mesh.of(job.strategy, 0)) == kept, strategy
 
 
 def test_a_mesh_that_would_fit_is_named(make_job: MakeJob, shared_cluster: LocalCluster) -> None:

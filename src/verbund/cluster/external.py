@@ -70,7 +70,6 @@ class ExternalCluster(SpreadCluster):
         self._stuck: ClusterLost | None = None
         self._tells = 0.0
         """When the user is told again how far hosts are."""
-        self._epoll.register(self._listener, select.EPOLLIN)
         try:
             self.joins_at = invitation.publish(int(self.meeting.address.rpartition(":")[2]))
         except InputError:
@@ -184,7 +183,7 @@ class ExternalCluster(SpreadCluster):
         return [server.offer.slots for server in servers if isinstance(server, JoinedServer) and server.offer]
 
     def _hear(self) -> None:
-        """Lets in who has come, answers offers, and notices who is gone."""
+        """Besides answers offers, and notices who is gone."""
         super()._hear()
         for one in [*self._joined.values()]:
             if one.hear():
@@ -217,7 +216,7 @@ class ExternalCluster(SpreadCluster):
     def _answer(self, one: JoinedServer) -> None:
         assert one.offer is not None
         try:
-            judge(one.offer, self._job.cluster.trusted_network)
+            judge(one.offer, self._job.cluster.trusted_network, self._job.together)
         except VerbundError as error:
             self._turn_away(one, error)
             return
@@ -263,6 +262,8 @@ class ExternalCluster(SpreadCluster):
         job = self._job
         there = sum(self._slots([*self._joined.values()]))
         more = f" ({there} are there)" if there else ""
+        if job.together > 1:
+            more = f", {job.together} on one host as there is no `cluster.trusted_network`{more}"
         return (
             f"waiting for {job.world} slots{more}: verbund join {self.joins_at} --secret-file "
             f"{self.invitation.secret_file}"

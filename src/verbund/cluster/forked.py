@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
 from verbund.cluster.server import WarmServer
+from verbund.cluster.starting import Starting
 from verbund.cluster.supplies import Supplies
 from verbund.comm.rendezvous import Listener, Meeting
 from verbund.comm.wire import Connection, WireError
@@ -20,6 +21,7 @@ from verbund.job import Job
 # Modules whose import is what makes a start slow: they are imported once, while the job is still being checked.
 PRELOAD = ("torch", "verbund.stage.preload")
 WARM_SECONDS = 120.0
+_TURN = 0.05
 
 
 class ForkedCluster:
@@ -36,6 +38,8 @@ class ForkedCluster:
         self.scratch = scratch
         self._servers: list[WarmServer] = []
         self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._starting: list[Starting] = []
         self._heard: set[WarmServer] = set()
         """The servers whose descriptors the epoll has."""
         self._connected = False
@@ -71,45 +75,49 @@ class ForkedCluster:
             ClusterLost: if a warm server or a process ends before, or `timeout` seconds pass.
             InputError: if a host cannot take part.
         """
+        starting = self.begin(specs, timeout)
+        while (processes := self.poll(starting)) is None:
+            heard = [server.connection.fileno() for server in self._heard if server.connection is not None]
+            select.select([self._listener.fileno(), *heard], [], [], _TURN)
+        return processes
+
+    def begin(self, specs: list[ProcessSpec], timeout: float) -> Starting:
+        """Asks for a process per spec; `poll` tells when they are there.
+
+        Raises: as `start`.
+        """
         self._connect()
-        deadline = time.monotonic() + timeout
         # All say where they must run, or none does.
         places = [spec.host for spec in specs if spec.host is not None] or self.placed(len(specs))
         roles = [spec.role for spec in specs]
         specs = [self._on_host(spec, places, roles, number) for number, spec in enumerate(specs)]
-        pids = self._forked(specs, places, deadline)
-        try:
-            return self._greeted(specs, pids, deadline, timeout)
-        except ClusterLost:
-            for host, pid in pids.values():
-                self._servers[host].kill_forked(pid)
-            raise
+        starting = Starting(specs, [self._servers[place] for place in places], timeout)
+        for spec, place in zip(specs, places, strict=True):
+            self._servers[place].fork(spec)
+        self._starting.append(starting)
+        return starting
 
-    def _greeted(
-        self, specs: list[ProcessSpec], pids: dict[tuple[str, int], tuple[int, int]], deadline: float, timeout: float
-    ) -> list[Process]:
-        """The forked processes, once each has said hello."""
-        processes: dict[tuple[str, int], Process] = {}
-        waiting = {(spec.role, spec.rank): spec for spec in specs}
-        while waiting:
-            if time.monotonic() > deadline:
-                late = ", ".join(spec.name for spec in waiting.values())
-                raise ClusterLost(f"not started within {timeout:.0f} s: {late}")
-            self._drain()
-            if not readable(self._listener, 0.05):
-                self._check_living(waiting, pids)
-                continue
-            accepted = self._accepted()
-            if accepted is None:
-                continue
-            connection, role, rank = accepted
-            if (spec_ := waiting.pop((role, rank), None)) is None:
-                self._unexpected(connection, role, rank)
-                continue
-            host, pid = pids[role, rank]
-            process = Process(spec_, pid, connection, host)
-            processes[role, rank] = self._servers[host].living[pid] = process
-        return [processes[spec.role, spec.rank] for spec in specs]
+    def poll(self, starting: Starting) -> list[Process] | None:
+        """The processes, once each has said hello; None: not yet. Waits for nobody.
+
+        Raises:
+            ClusterLost: if they cannot all come any more; then none is left.
+        """
+        self._hear()
+        if (processes := starting.processes()) is None:
+            try:
+                starting.check()
+            except ClusterLost:
+                self.give_up(starting)
+                raise
+            return None
+        self._starting.remove(starting)
+        return processes
+
+    def give_up(self, starting: Starting) -> None:
+        """Ends what was begun and is not wanted any more."""
+        self._starting.remove(starting)
+        starting.end()
 
     def fileno(self) -> int:
         self._connect()
@@ -117,6 +125,7 @@ class ForkedCluster:
 
     def exits(self) -> Iterator[Exit]:
         self._connect()
+        self._hear()
         for server in self._servers:
             yield from server.exits()
             self._unhear(server)
@@ -164,7 +173,7 @@ class ForkedCluster:
                 server.check_running()
             if time.monotonic() > deadline:
                 raise missing[0].late(WARM_SECONDS)
-            if readable(self._listener, 0.05) and (accepted := self._accepted()):
+            if readable(self._listener, _TURN) and (accepted := self._accepted()):
                 connection, role, number = accepted
                 if role == "warm" and any(server.number == number for server in missing):
                     self._servers[number].connection = connection
@@ -199,36 +208,22 @@ class ForkedCluster:
             residents=places.count(places[number]),
         )
 
-    def _forked(
-        self, specs: list[ProcessSpec], places: list[int], deadline: float
-    ) -> dict[tuple[str, int], tuple[int, int]]:
-        """Host and pid of each process, by role and rank."""
-        for server in self._servers:
-            server.forked.clear()
-        for spec, place in zip(specs, places, strict=True):
-            self._servers[place].fork(spec)
-        pids: dict[tuple[str, int], tuple[int, int]] = {}
-        for server in self._servers:
-            while len(server.forked) < places.count(server.number):
-                server.receive(max(0.0, deadline - time.monotonic()), f"{server.name} did not fork in time")
-            pids |= {(role, rank): (server.number, pid) for role, rank, pid in server.forked}
-        return pids
-
-    def _check_living(
-        self, waiting: dict[tuple[str, int], ProcessSpec], pids: dict[tuple[str, int], tuple[int, int]]
-    ) -> None:
-        for server in self._servers:
-            if server.lost is not None:
-                raise server.lost
-        ended = {(exit_.host, exit_.pid): exit_ for server in self._servers for exit_ in server.ended}
-        if dead := [(spec.name, ended[pids[key]]) for key, spec in waiting.items() if pids[key] in ended]:
-            how = "; ".join(f"{name} {exit_} while {exit_.doing}" for name, exit_ in dead)
-            raise ClusterLost(f"{how}, before it had started")
-
-    def _drain(self) -> None:
+    def _hear(self) -> None:
+        """Lets in who has come, reads what warm servers have told, and gives it to those who wait for it."""
+        while readable(self._listener, 0.0) and (accepted := self._accepted()):
+            self._arrived(*accepted)
         for server in self._servers:
             server.drain()
             self._unhear(server)
+            forked, server.forked = server.forked, []
+            for role, rank, pid in forked:
+                if not any(starting.forked(server, role, rank, pid) for starting in self._starting):
+                    server.kill_forked(pid)  # nobody wants it any more
+            server.ended = [one for one in server.ended if not any(each.ended(server, one) for each in self._starting)]
+
+    def _arrived(self, connection: Connection, role: str, number: int) -> None:
+        if not any(starting.greeted(role, number, connection) for starting in self._starting):
+            self._unexpected(connection, role, number)
 
     def _unhear(self, server: WarmServer) -> None:
         if server.lost is not None and server in self._heard and server.connection is not None:

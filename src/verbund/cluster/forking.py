@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import resource
 import select
 import signal
 import sys
@@ -19,6 +20,7 @@ from verbund.cluster.supplies import same_files
 from verbund.cluster.supply_child import SupplyChild
 from verbund.comm.parent import adopt_orphans, die_with_parent, end_children
 from verbund.comm.rendezvous import Meeting, dial
+from verbund.comm.title import entitle
 from verbund.comm.wire import Connection, WireError
 
 _ORPHAN_SECONDS = 0.3
@@ -34,6 +36,10 @@ def serve(asked: dict[str, Any]) -> None:
             where the command runs; and `keep`, where this host has what it gets from there even if it sees it.
     """
     meeting = Meeting.of(asked["meeting"])
+    entitle("warm server")
+    # Many workers have many connections each, and a shell's soft limit is low for the sake of programs that `select`.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.dup2(2, 1)  # standard output belongs to the command alone
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -78,8 +84,8 @@ def _serve(
                 supply = None
         if wake in readable:
             os.read(wake, 4096)
-            for ended in _reaped(children):
-                connection.send("exit", ended)
+            for kind, fields in _changed(children):
+                connection.send(kind, fields)
         while connection.ready():
             message = connection.receive()
             if message.kind == "leave":
@@ -126,32 +132,38 @@ def _fork(connection: Connection, meeting: Meeting, spec: ProcessSpec, children:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         connection.close()
+        entitle(spec.name)
         worker.run(meeting, spec, last_words)
     children[pid] = last_words
     connection.send("forked", {"pid": pid, "role": spec.role, "rank": spec.rank})
 
 
-def _reaped(children: dict[int, LastWords]) -> list[dict[str, Any]]:
-    """Who of the children has ended, and how; adopted ones are only laid to rest."""
-    ended: list[dict[str, Any]] = []
+def _changed(children: dict[int, LastWords]) -> list[tuple[str, dict[str, Any]]]:
+    """Who of the children has ended, and how, and who was stopped by a signal or goes on; adopted ones are only laid to
+    rest."""
+    news: list[tuple[str, dict[str, Any]]] = []
     while True:
         try:
-            pid, raw = os.waitpid(-1, os.WNOHANG)
+            pid, raw = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         except ChildProcessError:
-            return ended
+            return news
         if pid == 0:
-            return ended
-        if (last_words := children.pop(pid, None)) is not None:
+            return news
+        if os.WIFSTOPPED(raw) or os.WIFCONTINUED(raw):
+            if pid in children:
+                news.append(("stopped" if os.WIFSTOPPED(raw) else "continued", {"pid": pid}))
+        elif (last_words := children.pop(pid, None)) is not None:
             doing, step = last_words.read()
             last_words.close()
-            ended.append({"pid": pid, "status": os.waitstatus_to_exitcode(raw), "doing": doing, "step": step})
+            status = os.waitstatus_to_exitcode(raw)
+            news.append(("exit", {"pid": pid, "status": status, "doing": doing, "step": step}))
 
 
 def _end(children: dict[int, LastWords], grace: float) -> None:
     """Waits for the children to end by themselves, then kills them, and then whatever they left behind."""
     deadline = time.monotonic() + grace
     while children and time.monotonic() < deadline:
-        _reaped(children)
+        _changed(children)
         time.sleep(0.05)
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # a zombie at most: nobody else takes the children's pids

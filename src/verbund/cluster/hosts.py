@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import select
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,6 @@ class HostsCluster(SpreadCluster):
         away = next((host for host in self.hosts if host.command), self.hosts[0])
         self.address = hosts_.source_of(away.name, away.address)
         super().__init__(job, Meeting.at(self.address, break_after(job.cluster.lost_after)), scratch)
-        self._epoll.register(self._listener, select.EPOLLIN)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
             "preload": [*PRELOAD, *preload],

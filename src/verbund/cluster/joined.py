@@ -190,12 +190,13 @@ class JoinedServer(WarmServer):
             return  # what it means is noticed where it is read
 
 
-def judge(offer: Offer, trusts: str | None) -> None:
+def judge(offer: Offer, trusts: str | None, together: int) -> None:
     """Whether an offer can be taken.
 
     Args:
         offer: see there.
         trusts: the network in which all hosts must lie; None: anywhere.
+        together: how many workers must lie on one host.
 
     Raises:
         InputError: if not.
@@ -210,4 +211,12 @@ def judge(offer: Offer, trusts: str | None) -> None:
             f"has the address {address}, which does not lie in `trusted_network` {trusts}",
             where=f"host {offer.address}",
             fix="Join with `--address`, its own in that network",
+        )
+    if offer.slots < together:
+        raise InputError(
+            f"has {offer.slots} slot{'s' * (offer.slots > 1)} for {together} workers that must lie on one host, since "
+            "no network is trusted",
+            where=f"host {offer.address}",
+            fix=f"Join with `--slots {together}`; or, if a network is yours alone, start the command with "
+            "`--set cluster.trusted_network=10.0.0.0/24`, naming it",
         )

@@ -160,6 +160,22 @@ class Cluster(Protocol):
         """Starts processes and waits until each has said hello."""
         ...
 
+    def begin(self, specs: list[ProcessSpec], timeout: float) -> Any:
+        """Starts processes and does not wait; what it gives is for `poll` and `give_up`."""
+        ...
+
+    def poll(self, starting: Any) -> list[Process] | None:
+        """The processes that were begun, once each has said hello; None: not yet.
+
+        Raises:
+            ClusterLost: if they cannot all come any more; then none is left.
+        """
+        ...
+
+    def give_up(self, starting: Any) -> None:
+        """Ends what was begun and is not wanted any more."""
+        ...
+
     def fileno(self) -> int:
         """Readable when `exits` has something to tell."""
         ...
@@ -177,7 +193,7 @@ class Cluster(Protocol):
         ...
 
     def suspended(self, process: Process) -> bool:
-        """Whether a process is known to be stopped by a signal; one of another machine never is."""
+        """Whether a process is known to be stopped by a signal."""
         ...
 
     def abandon(self, processes: list[Process]) -> ClusterLost:

@@ -58,6 +58,7 @@ class WarmServer(ABC):
         self.supply = HostSupply()
         """What processes need there besides."""
         self._groups: set[int] = set()
+        self._stopped: set[int] = set()
         self._replies: list[Message] = []
 
     # -- what depends on how it was started ----------------------------------------------------------------------
@@ -124,6 +125,11 @@ class WarmServer(ABC):
             self.receive(deadline - time.monotonic(), f"{self.name} does not answer")
         return self._replies.pop(0)
 
+    def stuck(self, how: str) -> ClusterLost:
+        """It does not do what it was asked, and is of no more use."""
+        self.lost = self.lost or ClusterLost(f"{self.name} {how}{self._state()}")
+        return self.lost
+
     def drain(self) -> None:
         """Reads all that it has told; what it has lost with it is in `lost`."""
         try:
@@ -148,9 +154,14 @@ class WarmServer(ABC):
             raise self._gone(error) from None
         if message.kind == "forked":
             self._groups.add(message.fields["pid"])
+            self._stopped.discard(message.fields["pid"])
             self.forked.append((message.fields["role"], message.fields["rank"], message.fields["pid"]))
         elif message.kind == "exit":
             self.ended.append(Exit(**message.fields, host=self.number))
+        elif message.kind == "stopped":
+            self._stopped.add(message.fields["pid"])
+        elif message.kind == "continued":
+            self._stopped.discard(message.fields["pid"])
         elif message.kind == "facts":
             self.facts = message.fields
         elif message.kind == "supply":
@@ -159,8 +170,7 @@ class WarmServer(ABC):
             self._replies.append(message)
 
     def exits(self) -> list[Exit]:
-        """The processes that have ended since the last call; with the server all of its own."""
-        self.drain()
+        """The processes that it has told to have ended since the last call; with the server all of its own."""
         ended, self.ended = self.ended, []
         for one in ended:
             self.living.pop(one.pid, None)
@@ -175,9 +185,9 @@ class WarmServer(ABC):
             self.kill_forked(process.pid)
 
     def suspended(self, process: Process) -> bool:
-        """Whether a process of this machine is stopped by a signal."""
+        """Whether a process is stopped by a signal: of another machine's the server tells, of this one's the kernel."""
         if self.remote:
-            return False
+            return process.pid in self._stopped
         try:
             stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii", errors="replace")
         except OSError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from verbund.cluster import host as hosts_
 from verbund.cluster.file_service import FileService
-from verbund.cluster.forked import ForkedCluster, readable
-from verbund.cluster.process import Exit
+from verbund.cluster.forked import ForkedCluster
 from verbund.cluster.server import WarmServer
 from verbund.cluster.supplies import Supplies, Tree
 from verbund.comm.files import ROLE
@@ -78,10 +77,6 @@ class SpreadCluster(ForkedCluster):
         self._connect()
         self._supplies = supplies
         self._await_supply(self._servers)
-
-    def exits(self) -> Iterator[Exit]:
-        self._hear()
-        yield from super().exits()
 
     def close(self) -> None:
         self._files.close()
@@ -152,11 +147,6 @@ class SpreadCluster(ForkedCluster):
         if server.supply.places is None and time.monotonic() - server.supply.moved > _STILL_SECONDS:
             what = f"no more of task and data came within {_STILL_SECONDS:.0f} s, after {server.supply.bytes} bytes"
             raise ClusterLost(what, where=where)
-
-    def _hear(self) -> None:
-        """Lets in who has come without being waited for."""
-        while readable(self._listener, 0.0) and (accepted := self._accepted()):
-            self._unexpected(*accepted)
 
     def _unexpected(self, connection: Connection, role: str, number: int) -> None:
         if role == ROLE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from verbund.cluster.membership import Membership
 from verbund.cluster.process import Cluster, Exit, Process, ProcessSpec
 from verbund.cluster.replacements import Replacements
 from verbund.cluster.requests import Requests
+from verbund.cluster.roster import Roster, tell
+from verbund.cluster.starts import Starts
 from verbund.cluster.watched import Failed, Failure, Watched, patience, standing_still
 from verbund.cluster.worker import describe
 from verbund.comm.wire import Message, WireError
@@ -67,7 +69,9 @@ class Supervisor:
         self._cluster = cluster
         self._limits = limits
         self._handle = handle
-        self._watched: dict[tuple[int, int], Watched] = {}
+        self._roster = Roster()
+        self.tell_all = self._roster.tell_all
+        """Sends a message to all processes that live."""
         self._keys = Keys()
         self._failures: list[Failure] = []
         self._interrupts = interrupts or Interrupts()
@@ -75,9 +79,8 @@ class Supervisor:
         self._lost = False
         self._replacements = replacements
         self._membership, self._requests, self._islands = membership, requests, islands
-        self._starting: list[list[ProcessSpec]] = []
-        """Processes to start as soon as those that they replace have ended."""
-        self._finishing = False
+        told = {key: getattr(limits, key) for key in ("heartbeat", "orphan_grace", "lost_after")}
+        self._starts = Starts(cluster, told)
         self._joint: tuple[float, dict[str, Any]] | None = None
         """When the first said that all is done, where that holds for all, and what it comes to."""
         self.preempted: str | None = None
@@ -96,39 +99,29 @@ class Supervisor:
         Raises:
             Failed: with the first cause, after everything has ended.
         """
-        settings = {
-            "heartbeat": self._limits.heartbeat,
-            "orphan_grace": self._limits.orphan_grace,
-        }
-        self._settings = settings
         try:
-            processes = self._start(specs)
+            processes = self._starts.at_once(specs)
         except ClusterLost as error:
             raise Failed([Failure("supervisor", time.monotonic(), error, secondary=False)]) from None
-        now = time.monotonic()
-        self._watched = {p.key: Watched(p, now) for p in processes}
         with selectors.DefaultSelector() as selector:
             selector.register(self._cluster.fileno(), selectors.EVENT_READ, None)
             if self._requests is not None:
                 selector.register(self._requests, selectors.EVENT_READ, None)
-            for watched in self._watched.values():
-                selector.register(watched.process.connection, selectors.EVENT_READ, watched)
-            self._loop(selector)
+            self._watch(processes, selector)
+            try:
+                self._loop(selector)
+            finally:
+                self._starts.clear()
         if self._failures:
             raise Failed(self._ordered())
-        results = {w.name: w.result or {} for w in self._watched.values() if not w.replaced}
+        results = {w.name: w.result or {} for w in self._roster if not w.replaced}
         if self._joint is not None:
             return [self._joint[1]]
         return [results.get((spec.role, spec.rank), {}) for spec in specs]
 
-    def _start(self, specs: list[ProcessSpec]) -> list[Process]:
-        """Starts processes with what all of them are told besides."""
-        told = [replace(spec, settings={**spec.settings, **self._settings}) for spec in specs]
-        return self._cluster.start(told, 60.0)
-
     def _loop(self, selector: selectors.BaseSelector) -> None:
         turned = time.monotonic()
-        while (waiting := [w for w in self._watched.values() if w.exit is None]) or self._starting:
+        while (waiting := self._roster.waiting) or self._starts:
             for key, _ in selector.select(_TICK):
                 # All that has come: what TLS has decrypted already makes no descriptor readable.
                 while key.data is not None and key.data.connected and key.data.process.connection.ready():
@@ -142,9 +135,9 @@ class Supervisor:
             if self._interrupts.count and not self._stop_sent:
                 self._stop_sent = True
                 self.tell_all("stop")
-            self._start_replacements(selector)
-            self._change_members(selector)
-            self._change_islands(selector)
+            self._start(selector)
+            self._change_members()
+            self._change_islands()
             self._end_latecomers()
             self._finish_servers()
             if self._interrupts.count > 1 and not self._failures:
@@ -154,7 +147,7 @@ class Supervisor:
             if self._failures and self._ending is None:
                 primary = any(not failure.secondary for failure in self._failures)
                 if primary or time.monotonic() - self._failures[0].at > _CAUSE_SECONDS:
-                    self._starting.clear()
+                    self._starts.clear()
                     self.tell_all("end")
                     self._ending = time.monotonic() + _END_SECONDS
             if self._ending is not None and time.monotonic() > self._ending:
@@ -174,6 +167,7 @@ class Supervisor:
         watched.heard = time.monotonic()
         if message.kind == "beat":
             watched.beaten = True
+            watched.pauses.sign(watched.heard)
             watched.doing = str(message.fields["doing"])
             watched.step = int(message.fields["step"])
             watched.since = watched.heard - float(message.fields["seconds"])
@@ -193,8 +187,11 @@ class Supervisor:
             fields = message.fields
             if self._membership is not None and (watched.leaves or self._only_joins(watched)):
                 self._lose(watched, ClusterLost(f"{watched.process.spec.name} failed: {fields['error']['what']}"))
-            elif self._matters(watched):  # else it is a consequence
+            elif self._roster.matters(watched):  # else it is a consequence
                 self._fail(watched, from_record(fields["error"]), bool(fields["secondary"]), fields.get("trace"))
+        elif message.kind == "unreachable":
+            if self._roster.matters(watched) and not self._ended_by_us():
+                self._fail(watched, _unreachable(watched.process, message.fields), secondary=False)
         elif message.kind == "leaving":
             self._leave(watched)
         elif not watched.replaced:  # who was given up on has no say any more
@@ -213,7 +210,7 @@ class Supervisor:
 
     def _exits(self, selector: selectors.BaseSelector) -> None:
         for ended in self._cluster.exits():
-            watched = self._watched.get((ended.host, ended.pid))
+            watched = self._roster.of(ended)
             if watched is None:
                 continue
             while watched.connected and watched.process.connection.ready():
@@ -222,7 +219,12 @@ class Supervisor:
             if watched.silence is not None and ended.lost is None:
                 error, last = watched.silence  # it may have gone on for a while after its last sign of life
                 error.what = error.what.replace(last, f"{ended.doing} (step {ended.step})")
-            if watched.result is None and not watched.failed and self._matters(watched) and not self._ended_by_us():
+            if (
+                watched.result is None
+                and not watched.failed
+                and self._roster.matters(watched)
+                and not self._ended_by_us()
+            ):
                 if ended.lost is not None and not self._cluster.replaced(ended.host):
                     self._fail(None, ended.lost, secondary=False)
                 else:
@@ -233,7 +235,7 @@ class Supervisor:
 
     def _lose(self, watched: Watched, error: ClusterLost, charged: bool = True) -> None:
         """A process is lost: its unit is replaced, or the run fails."""
-        if not self._matters(watched):
+        if not self._roster.matters(watched):
             self._kill(watched)
             return
         if self._joint is not None:
@@ -246,7 +248,7 @@ class Supervisor:
         if fresh is None:
             return
         names = {(spec.role, spec.rank) for spec in fresh}
-        for other in self._watched.values():
+        for other in self._roster:
             if other.name in names:
                 other.replaced = True
                 if other.exit is None:
@@ -254,7 +256,7 @@ class Supervisor:
         gone = {f"{role} {rank}" for role, rank in names}
         # What its peers said of its end is a consequence.
         self._failures = [failure for failure in self._failures if not (failure.secondary and failure.process in gone)]
-        self._starting.append(fresh)
+        self._starts.add(fresh)
 
     def _replacement(
         self, lost: ProcessSpec, watched: Watched | None, error: ClusterLost, charged: bool = True
@@ -269,46 +271,32 @@ class Supervisor:
             return None
         return [self._placed(spec) for spec in fresh]
 
-    def _placed(self, spec: ProcessSpec) -> ProcessSpec:
-        """Where it runs: with as many others on its host as the one before it, or where there are fewest of them."""
-        watched = [w for w in self._watched.values() if w.process.spec.role == spec.role]
-        former = next((w.process for w in reversed(watched) if w.name == (spec.role, spec.rank)), None)
-        if former is not None:
-            was = former.spec
-            return replace(spec, host=former.host, place=was.place, neighbours=was.neighbours, residents=was.residents)
-        hosts = [w.process.host for w in watched if not w.replaced]
-        fewest = min(sorted(set(hosts)), key=hosts.count)
-        residents = sum(w.process.host == fewest and not w.replaced for w in self._watched.values()) + 1
-        count = hosts.count(fewest)
-        return replace(spec, host=fewest, place=count, neighbours=count + 1, residents=residents)
+    def _placed(self, spec: ProcessSpec, *more: ProcessSpec) -> ProcessSpec:
+        return self._roster.placed(spec, [*self._starts.coming, *more])
 
-    def _matters(self, watched: Watched) -> bool:
-        """Whether the run needs a process still: no other takes its place, and whom it works for are not done."""
-        return not (watched.replaced or (self._finishing and watched.process.spec.serves))
+    def _start(self, selector: selectors.BaseSelector) -> None:
+        """Watches those that have come, and sees to those that do not."""
+        for unit, outcome in self._starts.turn(lambda unit: not self._failures and self._roster.have_ended(unit)):
+            if isinstance(outcome, ClusterLost):
+                self._not_started(unit, outcome)
+            else:
+                self._watch(outcome, selector)
 
-    def _start_replacements(self, selector: selectors.BaseSelector) -> None:
-        if self._failures:
-            return
-        ready = [fresh for fresh in self._starting if self._have_ended(fresh)]
-        if not ready:
-            return
-        self._starting = [fresh for fresh in self._starting if fresh not in ready]
-        try:
-            processes = self._start([spec for fresh in ready for spec in fresh])
-        except ClusterLost as error:
-            for fresh in ready:
-                if (again := self._replacement(fresh[0], None, error)) is None:
-                    return
-                self._starting.append(again)
-            return
-        self._watch(processes, selector)
+    def _not_started(self, unit: list[ProcessSpec], error: ClusterLost) -> None:
+        membership = self._membership
+        if membership is None:
+            if (again := self._replacement(unit[0], None, error)) is not None:
+                self._starts.add(again)
+        elif not membership.lost(unit[0].rank, error.what):
+            membership.budget.explain(error)
+            self._fail(None, error, secondary=False)
 
     def _watch(self, processes: list[Process], selector: selectors.BaseSelector) -> None:
         for process in processes:
-            watched = self._watched[process.key] = Watched(process, time.monotonic())
+            watched = self._roster.add(process)
             selector.register(process.connection, selectors.EVENT_READ, watched)
             if self._stop_sent:
-                self._tell(watched, "stop")
+                tell(watched, "stop")
 
     # -- workers that come and go ----------------------------------------------------------------------------------
 
@@ -331,7 +319,12 @@ class Supervisor:
 
     def _leave(self, watched: Watched) -> None:
         """A process was asked by its machine to end."""
-        if self._stop_sent or self._joint is not None or not self._matters(watched) or watched.result is not None:
+        if (
+            self._stop_sent
+            or self._joint is not None
+            or not self._roster.matters(watched)
+            or watched.result is not None
+        ):
             return
         error = ClusterLost(f"{watched.process} was asked to end")
         if self._membership is not None:
@@ -351,7 +344,7 @@ class Supervisor:
         else:
             self._membership.met(rank, int(message.fields["era"]))
 
-    def _change_members(self, selector: selectors.BaseSelector) -> None:
+    def _change_members(self) -> None:
         """Tells of a new era, if there is one, and starts whoever is to join."""
         membership = self._membership
         if membership is None:
@@ -363,63 +356,51 @@ class Supervisor:
         if over:
             return
         dismissed = membership.dismissed()
-        for watched in self._watched.values():
+        self._starts.drop("worker", dismissed)
+        for watched in self._roster:
             if not watched.replaced and not watched.leaves and watched.process.spec.rank in dismissed:
                 watched.replaced = True
                 self._kill(watched)
         if (change := membership.change()) is not None:
             era, gone = change
-            for watched in self._watched.values():
+            for watched in self._roster:
                 watched.leaves |= not watched.replaced and watched.process.spec.rank in gone
             self._keys.forget(f"era {era.number - 2}")
             self.tell_all("regroup", era=era.number, members=list(era.members), cut=self._silent_ends)
             self._silent_ends = False
         for spec in membership.due():
-            try:
-                self._watch(self._start([self._placed(spec)]), selector)
-            except ClusterLost as error:
-                if not membership.lost(spec.rank, error.what):
-                    membership.budget.explain(error)
-                    self._fail(None, error, secondary=False)
-                return
+            self._starts.add([self._placed(spec)])
 
-    def _change_islands(self, selector: selectors.BaseSelector) -> None:
+    def _change_islands(self) -> None:
         """Has those islands end that are to go, and starts those that are to come."""
         islands = self._islands
         if islands is None:
             return
-        over = bool(self._failures) or self._stop_sent or self._any_done()
+        over = bool(self._failures) or self._stop_sent or self._roster.any_done
         if self._requests is not None:
             self._requests.turn(islands, ending=over)
         islands.settle()
         if over or islands.complete:
             return
-        for watched in self._watched.values():
+        for watched in self._roster:
             if watched.process.spec.role == "coordinator" and watched.exit is None:
-                self._tell(watched, "islands", count=islands.islands)  # again and again: another may sit there now
+                tell(watched, "islands", count=islands.islands)  # again and again: another may sit there now
         for unit in islands.due():
-            fresh = [self._placed(replace(spec, life=self._lives_of(spec))) for spec in unit]
+            fresh: list[ProcessSpec] = []
+            for spec in unit:
+                fresh.append(self._placed(replace(spec, life=self._roster.lives_of(spec)), *fresh))
             if self._replacements is not None:
                 self._replacements.add(fresh)
-            self._starting.append(fresh)
-
-    def _any_done(self) -> bool:
-        """Whether a worker has come to the end of the training."""
-        done = [w for w in self._watched.values() if w.result is not None and not w.replaced]
-        return any(not w.process.spec.serves for w in done)
-
-    def _lives_of(self, spec: ProcessSpec) -> int:
-        """How many processes have had its name."""
-        return sum(w.name == (spec.role, spec.rank) for w in self._watched.values())
+            self._starts.add(fresh)
 
     def _end_latecomers(self) -> None:
         """Ends those that were started when the others were done, and whom they wait for in vain."""
         if self._joint is None:
             return
-        self._starting.clear()
+        self._starts.clear()
         since, result = self._joint
         passed = time.monotonic() - since
-        for watched in self._watched.values():
+        for watched in self._roster:
             # Of what it does now it has told since then. Nobody needs one that has none of what was trained.
             meets = watched.doing == MEETING and passed > 2 * self._limits.heartbeat
             if self._membership is not None and not watched.leaves:
@@ -428,23 +409,18 @@ class Supervisor:
                 watched.result = result
                 self._kill(watched)
 
-    def _have_ended(self, fresh: list[ProcessSpec]) -> bool:
-        """Whether all those have ended whose places these are to take."""
-        names = {(spec.role, spec.rank) for spec in fresh}
-        return all(w.exit is not None for w in self._watched.values() if w.name in names)
-
     def _finish_servers(self) -> None:
         """Those that work for others are done when all others are."""
-        if self._finishing or any(not spec.serves for fresh in self._starting for spec in fresh):
+        if self._roster.finishing or any(not spec.serves for spec in self._starts.coming):
             return
-        current = [w for w in self._watched.values() if not w.replaced]
+        current = [w for w in self._roster if not w.replaced]
         if all(w.result is not None for w in current if not w.process.spec.serves):
-            self._finishing = True
-            self._starting.clear()
+            self._roster.finishing = True
+            self._starts.clear()
             for watched in current:
                 if watched.process.spec.serves:
                     watched.over = time.monotonic()
-                    self._tell(watched, "finish")
+                    tell(watched, "finish")
 
     def _ended_by_us(self) -> bool:
         return self._ending is not None or any(not failure.secondary for failure in self._failures)
@@ -457,11 +433,7 @@ class Supervisor:
         """Takes a standstill of this process itself (it was suspended, or saved for long) off the others' silence."""
         late = passed - _TICK
         if late > _STANDSTILL_SECONDS:
-            for watched in self._watched.values():
-                watched.heard += late
-                watched.since += late
-                if watched.over is not None:
-                    watched.over += late
+            self._roster.discount(late)
 
     def _overdue(self, waiting: list[Watched], selector: selectors.BaseSelector) -> None:
         """Ends the wait for exits that do not come: a process may hang in its last moments, or the cluster be stuck."""
@@ -469,7 +441,9 @@ class Supervisor:
             return
         if self._membership is not None and not self._failures:
             # The others wait for the news of one whose line is broken: it need not be the last.
-            waiting = [w for w in waiting if not w.connected and w.result is None and self._matters(w)] or waiting
+            waiting = [
+                w for w in waiting if not w.connected and w.result is None and self._roster.matters(w)
+            ] or waiting
         since = [w.over for w in waiting if w.over is not None]
         killed = all(w.killed for w in waiting)
         limit = _EXIT_SECONDS if killed else self._limits.stop_grace
@@ -482,28 +456,23 @@ class Supervisor:
         error = self._cluster.abandon([w.process for w in waiting])
         self._lost = True
         selector.unregister(self._cluster.fileno())
-        if all(w.result is not None for w in self._watched.values() if self._matters(w)):
+        if all(w.result is not None for w in self._roster if self._roster.matters(w)):
             self.warnings.append(error.what)  # the work is done
         elif all(failure.secondary for failure in self._failures):  # else the cause is known
             self._fail(None, error, secondary=False)
-        self._all_ended()
+        self._roster.all_ended()
 
     def _kill(self, watched: Watched) -> None:
         self._cluster.kill(watched.process)
         if not watched.killed:
             watched.killed, watched.over = True, time.monotonic()
 
-    def _all_ended(self) -> None:
-        """No exits will come any more: all processes end with the cluster."""
-        for watched in self._watched.values():
-            watched.exit = watched.exit or Exit(watched.process.pid, -9)
-
     def _deadlines(self) -> None:
         now = time.monotonic()
-        living = [w for w in self._watched.values() if w.exit is None and w.result is None and self._matters(w)]
+        living = self._roster.living
         for watched in living:
             silent = now - watched.heard
-            if silent > patience(watched, self._limits, self._cluster):
+            if silent > patience(watched, living, self._limits, self._cluster):
                 last = f"{watched.doing} (step {watched.step})"
                 what = f"{watched.process} has given no sign of life for {silent:.0f} s; last known: {last}"
                 error = ClusterLost(what)
@@ -525,14 +494,12 @@ class Supervisor:
         """The first cause first: what is a consequence of another's end comes last."""
         return sorted(self._failures, key=lambda failure: (failure.secondary, failure.at))
 
-    def tell_all(self, kind: str, **fields: Any) -> None:
-        """Sends a message to all processes that live."""
-        for watched in self._watched.values():
-            if watched.exit is None:
-                self._tell(watched, kind, **fields)
 
-    def _tell(self, watched: Watched, kind: str, **fields: Any) -> None:
-        try:
-            watched.process.connection.send(kind, fields)
-        except WireError:
-            return  # its exit is on the way
+def _unreachable(process: Process, told: Mapping[str, Any]) -> ClusterLost:
+    """That a process does not reach another's machine, which this one does: else that would be lost by now."""
+    return ClusterLost(
+        f"{process} does not reach {told['address']}: nothing was acknowledged for {float(told['seconds']):.0f} s, "
+        "though both reach this machine",
+        where="network",
+        fix="`verbund doctor JOB --network` measures every link; look at what lies between the two",
+    )

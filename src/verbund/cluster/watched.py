@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbund.cluster.process import Cluster, Exit, Process
+from verbund.cluster.silence import Pauses, allowed
 from verbund.errors import ClusterLost, VerbundError
 from verbund.job import Cluster as Limits
 
@@ -35,6 +36,7 @@ class Watched:
 
     process: Process
     heard: float
+    pauses: Pauses = field(default_factory=Pauses)
     doing: str = "starting"
     step: int = 0
     since: float = field(default_factory=time.monotonic)
@@ -70,16 +72,26 @@ class Failed(Exception):
         return self.failures[0].error
 
 
-def patience(watched: Watched, limits: Limits, cluster: Cluster) -> float:
-    """How long a process may give no sign of life, in seconds."""
+def patience(watched: Watched, living: Sequence[Watched], limits: Limits, cluster: Cluster) -> float:
+    """How long a process may give no sign of life, in seconds.
+
+    Args:
+        watched: the process.
+        living: all that are needed still.
+        limits: the job's.
+        cluster: which knows of some that they are stopped.
+    """
     # It gives them from when it has loaded task and data, which may take as long as a step.
     if not watched.beaten:
         return limits.step_deadline
     soon = _SUSPENDED_BEATS * limits.heartbeat
     silent = time.monotonic() - watched.heard
-    if soon < silent < limits.lost_after and cluster.suspended(watched.process):
-        return soon
-    return limits.lost_after
+    if silent > soon and cluster.suspended(watched.process):
+        return min(soon, limits.lost_after)
+    if silent <= limits.lost_after:
+        return limits.lost_after
+    host = watched.process.host
+    return allowed(limits.lost_after, (other.pauses for other in living if other.process.host == host))
 
 
 def standing_still(living: Sequence[Watched], deadline: float) -> tuple[Watched, ClusterLost] | None:

@@ -24,6 +24,9 @@ from verbund.comm.wire import Array, Closed, Connection, Deadline, Message, Wire
 from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
 
 _TURN = 0.02
+_LOOK_SECONDS = 0.5
+_UNREACHABLE = 1.5
+"""Times `cluster.lost_after`, within which the supervisor notices a machine that nobody reaches."""
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -49,6 +52,8 @@ class Worker:
         """Is called by the listening thread with every message of the supervisor; must be quick."""
         self.cut: Callable[[], None] = lambda: None
         """Called by that thread when a machine is gone: what goes on with peers there does not break by itself."""
+        self.stalled: Callable[[], dict[str, float]] = dict
+        """By address of a peer the seconds for which its machine has acknowledged nothing; asked by that thread."""
         self.at_end: list[Callable[[], None]] = []
         """Called before the process ends, however it ends short of a kill; each must be quick."""
         self.joins = bool(spec.settings.get("joins"))
@@ -161,9 +166,16 @@ class Worker:
 
     def _listen(self) -> None:
         beat = float(self.settings.get("heartbeat", 2.0))
+        unreachable = _UNREACHABLE * float(self.settings.get("lost_after", 30.0))
+        looks = time.monotonic()
         while True:
             what, step, since = self._doing
             try:
+                if time.monotonic() > looks:
+                    looks = time.monotonic() + _LOOK_SECONDS
+                    for address, seconds in self.stalled().items():
+                        if seconds > unreachable:
+                            self._connection.send("unreachable", {"address": address, "seconds": seconds})
                 if self._connection.roomy():
                     self._connection.send(
                         "beat", {"doing": what, "step": step, "seconds": round(time.monotonic() - since, 3)}
@@ -178,11 +190,13 @@ class Worker:
             if message.kind == "stop":
                 self.stopping = True
             elif message.kind == "regroup":
+                # That of the groups there are now: whoever hears of the era makes others, which are not to be cut.
+                cut = self.cut if message.fields.get("cut") else None
                 with self._regrouped:
                     self.era = Era(int(message.fields["era"]), tuple(map(int, message.fields["members"])))
                     self._regrouped.notify_all()
-                if message.fields.get("cut"):
-                    self.cut()
+                if cut is not None:
+                    cut()
             elif message.kind == "answer":
                 if (answers := self._asked.get(message.fields["number"])) is not None:
                     answers.put(message)

@@ -56,10 +56,19 @@ class Group:
         timeout: seconds after which a collective gives up by itself.
         address: of this host; loopback if all members are on it. gloo has no TLS: between hosts the network must be
             trusted.
+        sockets: to which gloo's are added; whoever shuts them ends what goes on over the network, the meeting included,
+            and who waits for it meets `PeerLost`.
     """
 
     def __init__(
-        self, store: Any, rank: int, world: int, device: torch.device, timeout: float, address: str = "127.0.0.1"
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        device: torch.device,
+        timeout: float,
+        address: str = "127.0.0.1",
+        sockets: Sockets | None = None,
     ) -> None:
         self.rank, self.world, self.device = rank, world, device
         self._timeout = timeout
@@ -70,7 +79,7 @@ class Group:
         self._root = store  # a store of Python's is of no use to torch once Python has let go of it
         self._host: Host | None = None
         self._numbers = list(range(world))  # the members' in the island
-        self._sockets = Sockets()  # gloo's, those of all parts among them
+        self._sockets = sockets or Sockets()  # gloo's, those of all parts among them
         self._shared: SharedGroup | None = None
         self._hierarchy: Hierarchy | None = None
         self.note: str | None = None
@@ -348,10 +357,6 @@ class Group:
         """
         if self._host is not None:
             self._host.leave()
-        self._sockets.shut()
-
-    def cut(self) -> None:
-        """Breaks off what is under way over the network, from any thread: who waits for it meets `PeerLost`."""
         self._sockets.shut()
 
     def _backend(self, tensor: Tensor) -> Any:

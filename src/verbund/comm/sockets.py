@@ -9,8 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+# Of tcp(7)'s `tcp_info`: retransmissions since the last acknowledgement, segments that are not acknowledged, and
+# milliseconds since the last acknowledgement.
+_TCP_INFO = struct.Struct("=2xB5x16xI28xI")
 
 
 class Sockets:
@@ -18,6 +24,8 @@ class Sockets:
 
     def __init__(self) -> None:
         self._found: dict[int, int] = {}
+        self._over = False
+        self._stalled: dict[int, float] = {}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -29,17 +37,49 @@ class Sockets:
             self._found |= {
                 number: identity for number, identity in _sockets().items() if before.get(number) != identity
             }
+            if self._over:
+                self.shut()
 
     def shut(self) -> None:
-        """Ends the connections, for this process's own threads and for the peers. Their numbers stay in use."""
+        """Ends the connections, for this process's own threads and for the peers, and those that are still being
+        opened as soon as they are. Their numbers stay in use. From any thread."""
+        self._over = True
         now = _sockets()
-        for number, identity in self._found.items():
+        for number, identity in list(self._found.items()):
             if now.get(number) != identity:
                 continue  # it is closed, and the number may be another's
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
                     copy.shutdown(socket.SHUT_RDWR)
         self._found.clear()
+
+    def stalled(self) -> dict[str, float]:
+        """By peer's address the seconds for which it has acknowledged nothing of what was sent to it again and again,
+        as far as was seen by former calls. A peer that only reads nothing still acknowledges.
+
+        A kernel gives up such a connection by itself, but only after a quarter of an hour.
+        """
+        found, still, now = dict[str, float](), dict[int, float](), time.monotonic()
+        try:
+            known = _sockets()
+        except OSError:  # there are too many open files, perhaps
+            return {}
+        for number, identity in list(self._found.items()):
+            if known.get(number) != identity:
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+                if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                again, unacknowledged, acknowledged = _TCP_INFO.unpack(
+                    copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                )
+                since = self._stalled.get(identity, now)
+                if again and unacknowledged and acknowledged / 1000 >= now - since:
+                    still[identity] = since
+                    address = str(copy.getpeername()[0])
+                    found[address] = max(found.get(address, 0.0), now - since)
+        self._stalled = still
+        return found
 
 
 def _sockets() -> dict[int, int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from verbund.comm.parent import die_with_parent
+from verbund.comm.title import entitle
 from verbund.comm.wire import Closed, Connection, Deadline, Message, WireError
 from verbund.data.batch import Batch, Item, Transform, read
 from verbund.data.samples import Ids, Samples
@@ -55,6 +56,7 @@ class LoaderProcesses:
             if pid == 0:
                 try:
                     die_with_parent(parent)
+                    entitle(f"loader {number}")
                     ours.close()
                     for connection in self._connections:
                         connection.close()

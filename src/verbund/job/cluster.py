@@ -31,9 +31,9 @@ class Cluster(Section):
     """Kind `hosts`: what makes the command line that follows it run on a host. The machine of the command itself needs
     none."""
     trusted_network: Annotated[str | None, Field(examples=["10.0.0.0/24"])] = None
-    """Kind `hosts`: a network that is yours alone. Workers exchange tensors there without encryption. Elsewhere only
-    islands that each lie on one host and train alone (local_sgd, diloco) may have several hosts: their exchange is
-    encrypted."""
+    """Where there are several hosts: a network that is yours alone. Workers exchange tensors there without encryption.
+    Elsewhere only islands that each lie on one host and train alone (local_sgd, diloco) may have several hosts: their
+    exchange is encrypted."""
     nodes: Positive | None = None
     """Kinds `external` and `ray`: hosts that take part at least; default: as few as have the slots."""
     listen: Annotated[str | None, Field(examples=["10.0.0.1:29170"])] = None
@@ -58,7 +58,8 @@ class Cluster(Section):
     heartbeat: Annotated[float, Field(gt=0)] = 2.0
     """Seconds between two signs of life of a worker."""
     lost_after: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds without a sign of life after which a worker counts as lost."""
+    """Seconds without a sign of life after which a worker counts as lost. On a host with too much to do, where signs of
+    life come late, it is four times the longest pause of late, if that is longer, and at most four times this."""
     step_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that any one step, batch or save may take before the run fails and names who is missing."""
     orphan_grace: Annotated[float, Field(gt=0)] = 30.0

@@ -41,7 +41,8 @@ class Exchange(Section):
     """local_sgd, diloco: the share of an island's own values that stays when an exchange arrives; default 0.5 with a
     `delay`, else 0."""
     compression: Annotated[Compression, Field(examples=["int4"])] = Compression()
-    """local_sgd, diloco: what the differences of parameters are sent as."""
+    """local_sgd, diloco: what the differences of parameters are sent as. parameter_server: what gradients are pushed
+    as, by any method but `power_sgd`; rows of tables are cast (`fp16`, `bf16`) or travel as they are."""
 
     servers: Positive = 1
     """parameter_server: processes that hold the parameters, each a part of them."""
@@ -121,6 +122,11 @@ class Exchange(Section):
                 problems.append(f"`{key}` is for the consistency `{mode}`, not `{self.consistency}`")
         if self.replicas is not None and self.replicas >= self.servers:
             problems.append(f"{self.replicas} replicas need more than {self.servers} server{'s' * (self.servers > 1)}")
+        if self.compression.name == "power_sgd":
+            problems.append(
+                "`compression` `power_sgd` adds up matrices between workers, and each push travels by itself: use "
+                "`top_k`, `sign`, `int4` or another method"
+            )
         return problems
 
     @property
@@ -184,7 +190,8 @@ class Exchange(Section):
 _LOCAL = ("local_sgd", "diloco")
 _SERVED = ("parameter_server",)
 _KEYS = {
-    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing", "compression"), _LOCAL),
+    **dict.fromkeys(("every", "adaptive", "fragments", "delay", "mixing"), _LOCAL),
+    "compression": (*_LOCAL, *_SERVED),
     **dict.fromkeys(("outer_lr", "outer_momentum"), ("diloco",)),
     **dict.fromkeys(
         ("clients", "cohort", "local_epochs", "local_steps", "rule", "partition", "privacy", "secure", "round"),

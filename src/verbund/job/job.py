@@ -99,11 +99,10 @@ class Job(Section):
             return []
         if train.ema is not None:
             problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
-        if train.clip_norm is not None and exchange.consistency == "bulk_synchronous" and self.strategy.islands > 1:
+        if train.clip_norm is not None and exchange.backup:
             problems.append(
-                "`train.clip_norm` needs the norm of a gradient that no single process has where islands add up their "
-                "shares of a global batch: leave it out, or use a `strategy.exchange.consistency` whose pushes are "
-                "steps, `bounded_staleness` or `asynchronous`: each is clipped by itself then"
+                "`train.clip_norm` needs the norm of all shares of a global batch, and `strategy.exchange.backup` does "
+                "without some: leave one of them out"
             )
         if exchange.backup >= self.strategy.islands:
             problems.append(
@@ -117,7 +116,8 @@ class Job(Section):
             problems.append("`data.loaders` cannot know early enough which tickets come: leave it at 0")
         if self.strategy.compression.name != "none":
             problems.append(
-                "`strategy.compression` is for gradients that are added up between workers, not for servers"
+                "`strategy.compression` is for gradients that workers add up: what is pushed to servers is compressed "
+                "by `strategy.exchange.compression`"
             )
         if self.data.placement == "island" and not exchange.divided:
             problems.append(
@@ -127,9 +127,11 @@ class Job(Section):
 
     def _placement_problems(self) -> list[str]:
         cluster, strategy = self.cluster, self.strategy
-        if not cluster.spread or not cluster.hosts or strategy.world < 1:
+        # Of machines that come by themselves some jobs say how many there are at least; on Ray each share is a host.
+        hosts = len(cluster.hosts) or cluster.nodes or (strategy.islands if cluster.kind == "ray" else 0)
+        if not cluster.spread or not hosts or strategy.world < 1:
             return []
-        places = place(strategy.world, strategy.islands, len(cluster.hosts), cluster.slots)
+        places = place(strategy.world, strategy.islands, hosts, cluster.slots if cluster.hosts else None)
         if places is None:
             return [f"`cluster.slots` has too little room for {strategy.world} workers on {len(cluster.hosts)} hosts"]
         if len(set(places)) == 1 or cluster.trusted_network is not None:
@@ -140,7 +142,10 @@ class Job(Section):
         if not strategy.exchange.local and not strategy.exchange.served:
             alone = "islands that each lie on one host and train alone, whose exchange is encrypted"
             how = '`strategy.exchange = "diloco"`, "local_sgd" or "parameter_server"'
-            return [f"{what}: {fix}; else take {alone} ({how}), or put all workers on one host by `cluster.slots`"]
+            one = "by `cluster.slots`" if cluster.hosts else "by leaving out `cluster.nodes`"
+            if cluster.kind == "ray" and not cluster.nodes:
+                one = "by one island"
+            return [f"{what}: {fix}; else take {alone} ({how}), or put all workers on one host {one}"]
         if any(len(set(places[first : first + size])) > 1 for first in range(0, strategy.world, size)):
             whole = f"take smaller islands, or hosts whose `cluster.slots` have room for {size} workers"
             return [f"{what}, and an island of {size} would lie on several: {whole}; or {fix}"]
@@ -211,6 +216,16 @@ class Job(Section):
     def neighbours(self) -> int:
         """How many workers the fullest host has."""
         return max(map(self._places.count, self._places))
+
+    @property
+    def together(self) -> int:
+        """How many workers must lie on one host, so that no tensor crosses a network without encryption: all, an
+        island's where islands train alone, or 1 where a network is trusted."""
+        strategy = self.strategy
+        if self.cluster.trusted_network is not None:
+            return 1
+        alone = strategy.exchange.local or strategy.exchange.served
+        return strategy.world // strategy.islands if alone else strategy.world
 
     @property
     def islands_apart(self) -> bool:

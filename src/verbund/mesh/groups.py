@@ -109,11 +109,6 @@ class Groups:
         for group in self._collective:
             group.leave()
 
-    def cut(self) -> None:
-        """Breaks off what is under way over the network, from any thread; see `Group.cut`."""
-        for group in self._collective:
-            group.cut()
-
     def notes(self) -> list[str]:
         """What the groups have for the user; each comes from the first member of its group."""
         return list(dict.fromkeys(g.note for g in self._collective if g.note is not None and g.rank == 0))

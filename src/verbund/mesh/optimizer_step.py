@@ -93,7 +93,7 @@ class OptimizerStep:
         if self._unconcluded is None:
             self._buffers.undo()
 
-    def settle(self, size: int, sums: StepSums, elsewhere: Callable[[], float]) -> float | None:
+    def settle(self, size: int, sums: StepSums, elsewhere: Callable[[], float], clips: bool = True) -> float | None:
         """Gives running statistics what the step has changed, and finds what the gradients must be multiplied by: to be
         divided by the weight, unscaled and clipped.
 
@@ -101,14 +101,15 @@ class OptimizerStep:
             size: samples whose gradients were added up.
             sums: of the step.
             elsewhere: the squared norm of summed gradients that this replica does not hold: of tables.
+            clips: False where these are only a part of the gradient, which others clip.
 
         Returns:
             The factor; None if the step is to be left out.
         """
-        length = self._length(sums)
+        length = self._length(sums) if clips or self._loss_scale is not None else None
         if length is not None:
             length = math.sqrt(length**2 + elsewhere())
-        return self._factor(size, sums, length)
+        return self._factor(size, sums, length, clips)
 
     def _apply(
         self,
@@ -139,7 +140,7 @@ class OptimizerStep:
         asked = self._loss_scale is not None or self._settings.clip_norm is not None
         return self._norm(self._sums.gradients()) if asked and sums.weight else None
 
-    def _factor(self, size: int, sums: StepSums, length: float | None) -> float | None:
+    def _factor(self, size: int, sums: StepSums, length: float | None, clips: bool = True) -> float | None:
         if size:
             self._buffers.apply(sums.extra, size)
         if sums.weight == 0:
@@ -149,6 +150,6 @@ class OptimizerStep:
             length *= factor
             if self._loss_scale is not None and not self._loss_scale.update(length):
                 return None
-            if self._settings.clip_norm is not None and length > self._settings.clip_norm:
+            if clips and self._settings.clip_norm is not None and length > self._settings.clip_norm:
                 factor *= self._settings.clip_norm / length
         return factor

@@ -328,9 +328,11 @@ class Replica:
         with self._busy.between():
             return self.optimizer_step.take(step, sum(self.joint(sizes)), sums, total_steps, correct)
 
-    def settle(self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float]) -> float | None:
+    def settle(
+        self, sizes: Sequence[int], sums: StepSums, elsewhere: Callable[[], float], clips: bool = True
+    ) -> float | None:
         """What the gradients must be multiplied by, where others take the step; see `OptimizerStep.settle`."""
-        return self.optimizer_step.settle(sum(self.joint(sizes)), sums, elsewhere)
+        return self.optimizer_step.settle(sum(self.joint(sizes)), sums, elsewhere, clips)
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ from typing import Any
 from verbund.observe.journal import ProcessJournal
 
 HOW_RATIO = (
-    "bytes that a worker sends for gradients by the size of what collectives were handed, without compression ÷ with "
-    "it, over all steps, the warm-up among them"
+    "bytes that a worker sends for gradients by the size of what collectives or pushes were handed, without "
+    "compression ÷ with it, over all steps, the warm-up among them"
 )
 HOW_ERROR = (
     "an estimate: the norm of what workers left out, taken as independent of each other, ÷ that of what was to be sent "

@@ -292,6 +292,8 @@ def _record(journal: ProcessJournal, kind: str, line: dict[str, Any], thinned: l
         if line.get("name") == "thinned" and type(after) is int and -1 <= after < _BIG and stride:
             thinned.append((after + 1, stride))
         if isinstance(line.get("name"), str) and len(journal.events) < EVENT_LIMIT:
+            if (at := _time(line.get("at"))) is not None and journal.wall[0]:
+                line["wall"] = journal.wall[0] + (at - journal.wall[1]) / 1e9  # whatever was done to the clock since
             journal.events.append(line)
     elif kind == "links":
         journal.links = _links(line.get("links"))

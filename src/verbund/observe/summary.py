@@ -327,9 +327,10 @@ def _energy(journals: Sequence[ProcessJournal]) -> dict[str, Any]:
 
 
 def events(journals: Sequence[ProcessJournal], name: str) -> list[tuple[ProcessJournal, dict[str, Any]]]:
-    """All events of a name with who wrote them, in the order of their time."""
+    """All events of a name with who wrote them, in the order of the starts of the run and of their time; a clock may
+    have been set back between two starts."""
     found = [(j, event) for j in journals for event in j.events if event["name"] == name]
-    return sorted(found, key=lambda pair: _wall(pair[1]))
+    return sorted(found, key=lambda pair: (pair[0].generation, _wall(pair[1])))
 
 
 def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[dict[str, Any]]:
@@ -356,7 +357,7 @@ def failures(journals: Sequence[ProcessJournal], traces: bool = False) -> list[d
             "secondary": False,
         }
         result.append(failure)
-    return sorted(result, key=lambda f: float(f["time"]))
+    return sorted(result, key=lambda f: (f["generation"], float(f["time"])))
 
 
 def notes(journals: Sequence[ProcessJournal]) -> list[str]:

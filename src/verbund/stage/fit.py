@@ -20,6 +20,7 @@ from verbund.mesh.replica import Replica
 from verbund.mesh.shard import blocks
 from verbund.mesh.tensor.exchange import Axis
 from verbund.randomness import SampleRandomness
+from verbund.stage.refill import mirrors_kept
 from verbund.stage.unbuilt import with_loss
 from verbund.task import Task
 
@@ -36,22 +37,26 @@ class Need:
         buckets: of gradients, which replicas add up in them.
         gathered: what the axis `shard` has whole for a moment.
         rest: activations and what else a dry run took.
+        mirror: one mirror of all that is trained.
     """
 
     tensors: int
     buckets: int
     gathered: int
     rest: int
+    mirror: int
 
-    def of(self, mesh: Mesh, largest_stage: float) -> int:
+    def of(self, mesh: Mesh, largest_stage: float, job: Job) -> int:
         """What the worker of a mesh that needs most is expected to need.
 
         Args:
             mesh: the axes.
             largest_stage: the share of all parameters that the largest pipeline stage has.
+            job: of whose settings it depends whether there are mirrors.
         """
         joint = mesh.data * mesh.islands > 1
-        kept = (self.tensors + (self.buckets if joint else 0)) * largest_stage / (mesh.shard * mesh.tensor)
+        whole = self.tensors + (self.buckets if joint else 0) + mirrors_kept(job, mesh) * self.mirror
+        kept = whole * largest_stage / (mesh.shard * mesh.tensor)
         gathered = self.gathered * largest_stage / mesh.tensor if mesh.shard > 1 else 0.0
         return int(kept + gathered + self.rest / (mesh.tensor * mesh.pipeline))
 
@@ -88,7 +93,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
     """
     mesh = Mesh.of(job.strategy, 0)
     if not mesh.divides_model:
-        return Fit(need.of(mesh, 1.0), None, _others(mesh, need), [])
+        return Fit(need.of(mesh, 1.0, job), None, _others(mesh, need, job), [])
     model = replica.model
     divide.refuse(job, mesh, model, replica.statistics)
     call_example = divide.example_call(task, batch.columns)
@@ -109,7 +114,7 @@ def examine(replica: Replica, task: Task, job: Job, batch: Batch, need: Need) ->
         peers = Group.apart(0, mesh.tensor, replica.device)
         divide.cut_operations(model, task, whole, Axis(peers), randomness, call_example)
         notes += divide.uneven(whole)
-    return Fit(need.of(mesh, largest), costs, _others(mesh, need), notes)
+    return Fit(need.of(mesh, largest, job), costs, _others(mesh, need, job), notes)
 
 
 def unbuilt(task: Task, seed: int, notes: list[str]) -> nn.Module | None:
@@ -146,7 +151,7 @@ def _stages_note(layers: Layers, starts: Sequence[int], costs: list[float], mesh
     return f"Pipeline stages {', '.join(parts)}; the busiest has {1 / max(even, 1e-12):.2f} times the mean work"
 
 
-def _others(mesh: Mesh, need: Need) -> list[tuple[str, int, int]]:
+def _others(mesh: Mesh, need: Need, job: Job) -> list[tuple[str, int, int]]:
     """One axis alone: with as many workers in an island, and with more."""
     found = []
     mine = mesh.size(*AXES)
@@ -156,7 +161,7 @@ def _others(mesh: Mesh, need: Need) -> list[tuple[str, int, int]]:
         for axis in AXES[1:]:
             other = Mesh(**{axis: world}, islands=mesh.islands)
             if other != mesh:
-                size = need.of(other, 1.0 / world if axis == "pipeline" else 1.0)
+                size = need.of(other, 1.0 / world if axis == "pipeline" else 1.0, job)
                 found.append((f"{axis}={world}", size, other.world))
     return found
 
@@ -175,9 +180,8 @@ def need_of(replica: Replica, job: Job, peak: int) -> Need:
     saved = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *states, *averages])
     gradients = sum(p.nbytes for p in replica.parameters)
     # Besides: the copy that a checkpoint is written from.
-    return Need(
-        2 * saved + gradients, gradients * _copies(job), _gathered(model, job), max(peak - saved - gradients, 0)
-    )
+    rest = max(peak - saved - gradients, 0)
+    return Need(2 * saved + gradients, gradients * _copies(job), _gathered(model, job), rest, saved)
 
 
 def estimated_need(replica: Replica, job: Job, activations: int = 0) -> Need:
@@ -192,15 +196,16 @@ def estimated_need(replica: Replica, job: Job, activations: int = 0) -> Need:
     states = int(gradients * optimizer.state_share(job.train.optimizer))
     averages = gradients if replica.ema is not None else 0
     saved = sum(t.nbytes for t in [*replica.model.parameters(), *replica.model.buffers()]) + states + averages
-    return Need(2 * saved + gradients, gradients * _copies(job), _gathered(replica.model, job), activations)
+    return Need(2 * saved + gradients, gradients * _copies(job), _gathered(replica.model, job), activations, saved)
 
 
 def _copies(job: Job) -> int:
     """What adding up gradients, or exchanging parameters, takes of memory, in copies of what is trained: the buckets;
     of a compression what was not sent yet, its copy, and messages; of an exchange the common values, their copy to be
     saved, the differences and the moments."""
-    compressed = job.strategy.compression.name != "none"
-    return 1 + 3 * compressed + 4 * job.strategy.exchange.local
+    strategy = job.strategy
+    compressed = (strategy.exchange if strategy.exchange.served else strategy).compression.name != "none"
+    return 1 + 3 * compressed + 4 * strategy.exchange.local
 
 
 def dry_run_bytes(model: nn.Module, job: Job) -> int:

@@ -15,6 +15,7 @@ from verbund.cluster.worker import Dismissed, Worker
 from verbund.comm.collectives import Group
 from verbund.comm.peer_lost import PeerLost
 from verbund.comm.ring import WireGroup
+from verbund.comm.sockets import Sockets
 from verbund.comm.store import Ask, Store
 from verbund.comm.wire.address import Tcp
 from verbund.data.loader import Batch, Item, LoaderProcesses, Transform, read
@@ -142,9 +143,7 @@ class Island:
             groups = _meet(worker, job, mesh, place, f"island {number}, life {worker.spec.life}")
         for note in groups.notes():
             worker.send("note", text=note)
-        island = Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
-        worker.cut = lambda: island.groups.cut()
-        return island
+        return Island(job, task, mesh, groups, train_set, validation_set, loaders, threads, number, era)
 
 
 def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, int]:
@@ -163,10 +162,13 @@ def _met(worker: Worker, job: Job, place: torch.device) -> tuple[Mesh, Groups, i
 
 def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, ask: Ask | None = None) -> Groups:
     timeout = job.cluster.step_deadline + 60.0
+    sockets = Sockets()
+    worker.cut, worker.stalled = sockets.shut, sockets.stalled  # also while they meet
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        everybody = Group(Store(ask or worker.ask, name, timeout), mesh.rank, mesh.world, place, timeout, address)
+        store = Store(ask or worker.ask, name, timeout)
+        everybody = Group(store, mesh.rank, mesh.world, place, timeout, address, sockets)
         try:
             return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
         except PeerLost:
@@ -174,7 +176,7 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
             raise
     own = mesh.place(*AXES)
     store = Store(worker.ask, f"island {mesh.island}", timeout)
-    island = Group(store, own, mesh.size(*AXES), place, timeout)
+    island = Group(store, own, mesh.size(*AXES), place, timeout, sockets=sockets)
     islands = WireGroup(
         Store(worker.ask, "islands", timeout),
         mesh.island,

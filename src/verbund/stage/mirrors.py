@@ -30,11 +30,10 @@ from verbund.job import Job
 from verbund.mesh.groups import Groups
 from verbund.mesh.state import Tensors
 from verbund.stage.mirror_transfer import MirrorTransfer
-from verbund.stage.refill import mirror_every
+from verbund.stage.refill import MIRRORS, mirror_every
 
 # In an arena's first page, of each mirror: its place, the bytes there, whose it is, its step + 1; 0: it is not whole.
 _DIRECTORY, _ENTRY, _ENTRIES = 128, 4, 64
-_MIRRORS = 2
 _ALIGN = 64
 _LENGTH = 8  # bytes of a mirror that say how long its header is
 
@@ -179,7 +178,7 @@ class Mirrors:
             return None
         words = self._arena.words(_DIRECTORY, _ENTRY * _ENTRIES)
         entries = [i for i in range(_ENTRIES) if words[_ENTRY * i + 1] and words[_ENTRY * i + 2] == owner]
-        if len(entries) < _MIRRORS:
+        if len(entries) < MIRRORS:
             entries = [i for i in range(_ENTRIES) if not words[_ENTRY * i + 1]]
         if not entries:
             return None

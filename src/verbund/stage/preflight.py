@@ -175,6 +175,15 @@ def _travel(what: str, compression: Compression, steps: int | None) -> list[str]
     return [f"{what} as `{method}`, which is inexact: results are not those of a single process"]
 
 
+def _decays(job: Job) -> list[str]:
+    """What becomes of an optimiser's memory where each share of a step is a step by itself."""
+    if not optimizer.state_share(job.train.optimizer):
+        return []
+    name, islands = job.train.optimizer.name, job.strategy.islands
+    decays = f"What `{name}` remembers decays with each island's share, {islands} times in a step"
+    return [f"{decays} (`bounded_staleness`); `docs/islands.md` says what that means"]
+
+
 def _table_notes(replica: Replica, job: Job) -> list[str]:
     """What the user should know about the model's embedding tables."""
     notes = []
@@ -241,6 +250,10 @@ def _notes(job: Job, dry: DryRun, order: Order) -> list[str]:
             else f"the consistency is `{exchange.consistency}`"
         )
         notes.append(f"Results are not those of a single process: {how}")
+    if exchange.consistency == "bounded_staleness" and job.strategy.islands > 1:
+        notes += _decays(job)
+    if exchange.served and exchange.compression.name != "none":
+        notes += _travel("Gradients are pushed", exchange.compression, total_steps(job, order.tickets_per_epoch))
     if job.data.placement == "island" and job.strategy.islands == 1:
         notes.append("`data.placement` has no effect with one island")
     cores = device.cores()

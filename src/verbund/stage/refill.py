@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from verbund.job import Job
+from verbund.job import AXES, Job
+from verbund.mesh.axes import Mesh
 
 _MIRROR_EVERY = 10
 """Steps between two mirrors where nobody says: copying is a hundredth of them with large models, and redoing half of
 them takes less than starting anew."""
+MIRRORS = 2
+"""Of each worker: while one is written the other is whole."""
 
 
 def refills(job: Job) -> bool:
@@ -48,6 +51,21 @@ def note(job: Job) -> str | None:
 def mirror_every(job: Job) -> int:
     """Steps between two mirrors; 0: none."""
     return _every(job) if refills(job) else 0
+
+
+def mirrors_kept(job: Job, mesh: Mesh) -> int:
+    """How many mirrors a worker has in memory, each as large as what it holds: two of its own, and where workers are
+    alone on their hosts two of another's; 0: none.
+
+    Args:
+        job: its settings.
+        mesh: the axes, instead of the job's.
+    """
+    axes = {axis: mesh.size(axis) for axis in AXES}
+    tried = job.model_copy(update={"strategy": job.strategy.model_copy(update={"mesh": axes})})
+    if not mirror_every(tried):
+        return 0
+    return 2 * MIRRORS if job.cluster.spread and tried.neighbours == 1 else MIRRORS
 
 
 def _every(job: Job) -> int:

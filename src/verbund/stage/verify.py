@@ -153,7 +153,8 @@ def _inexact(job: Job, against: str | None) -> list[str]:
     if against is not None:
         other = Job.build(job.resolved(), parse_strategy(against), source="verify", folder=Path(job.folder))
         strategies.append(other.strategy)
-    compressions = dict.fromkeys(s.compression.name for s in strategies if s.compression.name != "none")
+    methods = [s.exchange.compression if s.exchange.served else s.compression for s in strategies]
+    compressions = dict.fromkeys(method.name for method in methods if method.name != "none")
     exchanges = dict.fromkeys(s.exchange.name for s in strategies if s.exchange.local or s.exchange.federated)
     servers = any(s.exchange.served for s in strategies[int(served.exact(job)) :])
     gradients = ["servers keep no gradients: losses and parameters were compared"] if served.exact(job) else []
@@ -172,7 +173,8 @@ def _inexact(job: Job, against: str | None) -> list[str]:
             [
                 (
                     "exchange `parameter_server`: no servers were started, and the islands added up their gradients in "
-                    "every step; they are for a `strategy` whose consistency is `bulk_synchronous`, without `backup`"
+                    "every step; they are for a `strategy` whose consistency is `bulk_synchronous`, without `backup`. "
+                    "Under others each push is a step, by which also decays whatever an optimiser remembers"
                 )
             ]
             if servers

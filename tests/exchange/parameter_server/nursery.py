@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TextIO
 import torch
 
 from verbund.comm.wire import Secret, listen
+from verbund.exchange.parameter_server.custody import Custody
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.server import Server
 
@@ -88,7 +89,8 @@ def _serve(given: dict[str, Any], tell: int, secret: Secret) -> None:
         os.write(tell, f"{address} {rank} {generation} {' '.join(map(str, blocks))}\n".encode())
 
     try:
-        server = Server(plan, folder=folder and Path(folder), credentials=secret, joined=joined, **given)
+        custody = Custody(plan, folder=folder and Path(folder), credentials=secret, joined=joined, **given)
+        server = Server(custody)
         listener = listen(address, secret)
         os.write(tell, f"{address} {os.getpid()}\n".encode())
         server.serve(listener)

@@ -17,6 +17,7 @@ from chaos.proxy import Proxy
 from exchange.parameter_server.nursery import Nursery
 from verbund.comm.wire import Calls, Secret, WireError, dial, listen
 from verbund.exchange.parameter_server.client import Client
+from verbund.exchange.parameter_server.custody import Custody
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.server import Server
 from verbund.exchange.parameter_server.view import Seat, View
@@ -29,7 +30,7 @@ class Thread:
     """A server in threads of this process."""
 
     def __init__(self, address: str, *given: Any, joined: Callable[..., None], **more: Any) -> None:
-        self.server = Server(*given, credentials=SECRET, joined=joined, **more)
+        self.server = Server(Custody(*given, credentials=SECRET, joined=joined, **more))
         self.listener = listen(address, SECRET)
         self.thread = threading.Thread(target=self.server.serve, args=(self.listener,), daemon=True)
         self.thread.start()

@@ -17,8 +17,10 @@ from exchange.parameter_server.serving import Cluster, Process, Thread, cluster
 from verbund.errors import RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.holdings import Image
+from verbund.exchange.parameter_server.left_out import CompressedPushes
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part
+from verbund.job import Compression
 
 COUNTERS = Plan(tuple(blocks_of({"a": (64, 32)}, 16)), spec("sgd", 1.0), Rule("asynchronous"))
 ADAM = Plan(tuple(blocks_of({"a": (64, 32)}, 16)), spec("adam", 0.01), Rule("asynchronous", compensation=0.1))
@@ -33,6 +35,11 @@ def begin(client: Client) -> None:
 
 def ones() -> list[Part]:
     return [Part(number, 0, torch.ones(block.count)) for number, block in enumerate(COUNTERS.blocks)]
+
+
+def half(of: Plan) -> Plan:
+    """The same, of which gradients are pushed as float16: a one stays a one."""
+    return replace(of, compression=Compression(name="fp16"))
 
 
 def places() -> dict[int, torch.Tensor]:
@@ -56,11 +63,13 @@ class Counting:
     def _count(self, island: int) -> None:
         try:
             client, into = self.clients[island], places()
+            compressed = CompressedPushes(self.servers.plan, island, 0)
             before: dict[int, int] = {}
             while not self._ends.is_set():
-                _, versions = client.push_pull(
-                    self.pushed[island] * len(self.clients) + island, ones(), into, weight=1.0
-                )
+                ticket = self.pushed[island] * len(self.clients) + island
+                parts = compressed.encoded(ticket, ones(), 1.0)
+                outcomes, versions = client.push_pull(ticket, parts, into, weight=1.0)
+                compressed.settle(parts, outcomes)
                 self.pushed[island] += 1
                 for block, version in versions.items():
                     assert version >= max(before.get(block, 0), self.pushed[island]), "a version was taken back"

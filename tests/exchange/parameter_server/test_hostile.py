@@ -59,6 +59,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "outbox": "",
     },
     "pull": {"client": 1, "parts": [[0, None]], "least": 0, "looks": True},
+    "squares": {"client": 1, "blocks": [0], "ticket": 0},
+    "clip": {"client": 1, "generation": 0, "blocks": [0], "ticket": 0, "norm": 1.0},
     "begin": {"client": 1, "block": 0, "version": 0, "optimizer": [["exp_avg", "float32"]]},
     "load": {"client": 1, "blocks": [0], "folder": "/nowhere", "version": 0},
     "window": {"outbox": {"host": "", "arena": []}, "name": "n"},

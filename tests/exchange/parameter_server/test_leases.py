@@ -23,6 +23,7 @@ def _drive(leases: Leases, seed: int, deaths: float, divided: bool) -> tuple[dic
     number = [0] * len(islands)
     done = [[0] * workers for _ in islands]
     finished: dict[int, list[int]] = {}
+    given: dict[tuple[int, int], set[tuple[int, int]]] = {}
     rests: list[int] = []
     for _ in range(100_000):
         # Servers take what is below for done.
@@ -47,6 +48,11 @@ def _drive(leases: Leases, seed: int, deaths: float, divided: bool) -> tuple[dic
             if leases.lease(island, number[island]):
                 ticket = leases.ticket(island, number[island])
                 assert leases.stop is None or ticket < leases.stop
+                # Whoever comes to a ticket that lost processes may have pushed is told so, and nobody else.
+                place = island if divided else 0
+                others = given.setdefault((ticket, place), {(island, generation[island])})
+                others.add((island, generation[island]))
+                assert (ticket in own.again) == (len(others) > 1)
                 number[island] += 1
         else:
             worker = choose.randrange(workers)

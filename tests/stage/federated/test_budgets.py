@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from conftest import MakeJob, wait_for
-from stage.federated.test_kills import CHANGES, NAMES, Federation, nursery
+from stage.federated.test_kills import CHANGES, NAMES
+from storm import Federation
 from verbund.errors import InputError
 from verbund.exchange.federated.policy import Policy
 from verbund.exchange.federated.privacy import Accountant, Event
 from verbund.stage.federated.offer import Offer
-
-__all__ = ["nursery"]
 
 
 def changes(**privacy: Any) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def test_a_budget_survives_kills_and_ends_the_rounds(
     accountant = Accountant(1e-5)
     accountant.spend(Event(noise=2.0), 2)
     exact = accountant.spent()
-    storm = Federation(tmp_path / "storm", make_job(changes=changes(budget=exact.epsilon + 1e-6)), nursery)
+    storm = Federation(tmp_path / "storm", make_job(changes=changes(budget=exact.epsilon + 1e-6)), nursery, NAMES)
     for name in NAMES:
         storm.start(name)
     for at in (14, 20):  # of its operations
@@ -59,7 +58,7 @@ def test_local_noise_is_added_by_clients_who_keep_account(
     accountant.spend(Event(noise=10.0), 2)
     exact = accountant.spent()
     noise = {"kind": "local", "noise": 20.0, "clip": 0.05, "budget": exact.epsilon + 1e-6}
-    federation = Federation(tmp_path / "local", make_job(changes=changes(**noise)), nursery)
+    federation = Federation(tmp_path / "local", make_job(changes=changes(**noise)), nursery, NAMES)
     for who in ("server", *NAMES):
         federation.start(who)
     assert federation.finish()["phase"] == "done"
@@ -91,18 +90,9 @@ def test_clients_are_told_the_budget_and_may_refuse_it(make_job: MakeJob) -> Non
     assert "δ 0.01" in problems(policy, budget=3.0, delta=0.01)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "key"),
-    [
-        ({"privacy": {"kind": "distributed"}, "secure": {}}, "secure"),
-        ({"privacy": {"kind": "central", "sampling": "poisson"}}, "privacy.sampling"),
-        ({"secure": {}, "privacy": {"kind": "none"}}, "secure"),
-    ],
-)
-def test_what_real_clients_do_not_do_is_refused(exchange: dict[str, Any], key: str, make_job: MakeJob) -> None:
-    whole = changes()
-    several = {**whole["strategy.exchange"], "clients": 3, **exchange}
-    job = make_job(changes={**whole, "strategy.exchange": several})
+def test_what_real_clients_do_not_do_is_refused(make_job: MakeJob) -> None:
+    """No server knows which of them are there, of whom each would have to be drawn by itself."""
+    job = make_job(changes=changes(sampling="poisson"))
     with pytest.raises(InputError, match="not available with real clients") as caught:
         Offer.of(job)
-    assert str(caught.value).startswith(f"job, strategy.exchange.{key}:")
+    assert str(caught.value).startswith("job, strategy.exchange.privacy.sampling:")

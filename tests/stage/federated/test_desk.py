@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,6 +185,46 @@ def test_a_policy_declines_rounds(hold: Hold) -> None:
         assert not thread.is_alive()
     assert (clients["north"][0].counted, clients["south"][0].counted) == (3, 1)
     assert {(event["client"], event["reason"]) for event in held.events("failed")} == {("south", "policy, rounds")}
+
+
+def test_an_update_that_a_step_of_others_has_swept_away_is_asked_for_again(hold: Hold, tmp_path: Path) -> None:
+    """Steps are taken while one is looked into, where nobody is waited for."""
+    held = hold(rounds=1, clients=3, rule={"name": "fedbuff", "buffer": 1})
+    line = held.client("north")
+    line.join()
+    task = asked(line)
+    change = {name: torch.ones_like(v) for name, v in version(line, task, tmp_path / "north").items()}
+    content = Content(tmp_path / "content")
+    digest = content.put(packed(difference=change, aux={}))
+    told = {"weight": 1.0, "local_steps": 1, "sums": {}, "bytes": 1, "version": 0, "round": 1, "sha256": digest}
+    look = held.server.desk._screen
+
+    def swept(name: str, facts: Any) -> str | None:
+        why = look(name, facts)
+        held.server.journal.updates.keep(set())
+        return why
+
+    held.server.desk._screen = swept
+    line.send(digest, content)
+    assert line.ask("update", told).kind == "missing"
+    assert not held.events("update")
+    held.server.desk._screen = look
+    line.send(digest, content)
+    assert line.ask("update", told).fields["counts"] is True
+    wait_for(lambda: held.events("stepped"), "the step")
+
+
+def test_a_step_of_others_leaves_what_is_being_sent(hold: Hold) -> None:
+    held = hold(rounds=1, clients=3, rule={"name": "fedbuff", "buffer": 1})
+    line = held.client("north")
+    line.join()
+    asked(line)
+    raw = np.arange(64, dtype=np.uint8)
+    digest = hashlib.sha256(raw.tobytes()).hexdigest()
+    assert line.ask("put", {"sha256": digest, "size": 64, "offset": 0}, part=raw[:40]).fields["bytes"] == 40
+    with held.server.desk.changed:
+        held.server.journal._sweep()
+    assert line.ask("put", {"sha256": digest, "size": 64, "offset": 0}).fields["bytes"] == 40
 
 
 def test_a_token_is_good_once_and_for_its_server(hold: Hold, tmp_path: Path) -> None:

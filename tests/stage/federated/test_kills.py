@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conftest import MakeJob, wait_for
 from processes import alive
-from storm import Federation, nursery
+from storm import Federation
 from verbund.checkpoint import newest_valid
 from verbund.job import Job
 from verbund.stage.federated.home import Home
@@ -46,12 +45,6 @@ def check(federation: Federation) -> None:
     }.items():
         assert sum(line["event"] == event for line in lines) == many, event
     newest_valid(federation.folder / "run" / "checkpoints")
-
-
-@pytest.fixture(scope="module", name="nursery")
-def the_nursery() -> Iterator[subprocess.Popen[str]]:
-    with nursery() as process:
-        yield process
 
 
 @pytest.fixture

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.torch import load_file
 
 from conftest import MakeJob, wait_for
-from storm import Federation, nursery
+from storm import Federation
 from verbund.job import Job
 
 NAMES = ("north", "south", "village")
@@ -35,12 +33,6 @@ def job_of(make_job: MakeJob, **exchange: Any) -> Job:
         "strategy.exchange": {**EXCHANGE, **exchange},
     }
     return make_job(changes=changes)
-
-
-@pytest.fixture(scope="module", name="nursery")
-def the_nursery() -> Iterator[subprocess.Popen[str]]:
-    with nursery() as process:
-        yield process
 
 
 def calm(folder: Path, job: Job, forking: subprocess.Popen[str]) -> tuple[Federation, str]:

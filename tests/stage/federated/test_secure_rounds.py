@@ -445,7 +445,7 @@ def test_no_update_can_be_read_on_the_servers_disk(hold: Hold) -> None:
 
 def test_distributed_noise_protects_the_sum_and_is_accounted_for(hold: Hold) -> None:
     privacy = {"kind": "distributed", "noise": 2.0, "clip": 0.5, "budget": 100.0}
-    held = hold(rounds=2, privacy=privacy, secure={"bits": 12, "range": 0.5, "threshold": 1.0, "colluding": 0.0})
+    held = hold(rounds=2, privacy=privacy, secure={"bits": 10, "range": 0.5, "threshold": 1.0, "colluding": 0.0})
     first = held.server.journal.current
     owners = [Owner(held, name, 0.0) for name in NAMES]
     for owner in owners:
@@ -465,7 +465,7 @@ def test_distributed_noise_protects_the_sum_and_is_accounted_for(hold: Hold) -> 
 
 def test_a_client_counts_its_own_releases_whatever_the_server_says(hold: Hold) -> None:
     privacy = {"kind": "distributed", "noise": 1.0, "clip": 0.5, "budget": 8.0}
-    held = hold(rounds=1, privacy=privacy, secure={"bits": 12, "range": 0.5})
+    held = hold(rounds=1, privacy=privacy, secure={"bits": 10, "range": 0.5})
     owners = [Owner(held, name, 0.0) for name in NAMES]
     owners[1].conversation._state.release(1000)
     play(held, owners)

@@ -46,6 +46,10 @@ class Codec(ABC):
     def decode(self, message: Tensor, values: Tensor) -> None:
         """Overwrites `values` with what the message says."""
 
+    def readable(self, message: Tensor, count: int) -> bool:
+        """Whether a message of the right length, of whatever bytes, can be decoded."""
+        return True
+
     def finite(self, message: Tensor, count: int) -> bool:
         """Whether all `count` values that were encoded were finite."""
         decoded = torch.empty(count, device=message.device)

@@ -46,6 +46,10 @@ class TopK(Codec):
         places, kept = self._parts(message, len(values))
         values.index_add_(0, places, kept.to(values.dtype), alpha=sign)
 
+    def readable(self, message: Tensor, count: int) -> bool:
+        places, _ = self._parts(message, count)
+        return bool(((places >= 0) & (places < count)).all())
+
     def finite(self, message: Tensor, count: int) -> bool:
         # What is not a number counts as the largest, so it is among them.
         return bool(self._parts(message, count)[1].isfinite().all())

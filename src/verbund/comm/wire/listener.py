@@ -51,8 +51,12 @@ class Listener:
         self._sock = sock
         self._address = address
         self._made: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._told, self._tell = os.pipe()
-        self._wake, self._waker = os.pipe()
+        with contextlib.ExitStack() as opened:  # what is missing is told here, and not in the thread
+            opened.callback(sock.close)
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._told, self._tell = os.pipe()
+            self._wake, self._waker = os.pipe()
+            opened.pop_all()
         self._accepting = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="listening", daemon=True)
@@ -99,7 +103,7 @@ class Listener:
             os.close(descriptor)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._sock, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
             under_way: dict[int, _UnderWay] = {}

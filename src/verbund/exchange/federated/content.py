@@ -131,9 +131,11 @@ class Content:
         self._part(digest, sender).unlink(missing_ok=True)
 
     def keep(self, digests: set[str]) -> None:
-        """Removes all other files."""
+        """Removes all other files, and what has come of them."""
         for path in self.folder.iterdir():
-            if path.name not in digests and (_NAME.fullmatch(path.name) or path.name.startswith(".")):
+            if path.name.removeprefix(".")[:64] not in digests and (
+                _NAME.fullmatch(path.name) or path.name.startswith(".")
+            ):
                 path.unlink(missing_ok=True)
 
     def _part(self, digest: str, sender: str) -> Path:

@@ -74,6 +74,8 @@ class RoundJournal:
         """Clients that have joined, and have neither refused nor left since."""
         self.evaluated: Event | None = None
         """What came of them."""
+        self.uploads: dict[str, str] = {}
+        """By client the file that it sends or has sent last: others' steps do not take it away."""
         self._former = ""
         self._files_of: dict[int, str] = {}
         """SHA-256 of all versions that there were."""
@@ -172,7 +174,7 @@ class RoundJournal:
 
     def _sweep(self) -> None:
         """Removes what no round needs; the version before the newest one stays, as clients may be fetching it."""
-        self.updates.keep(self._files())
+        self.updates.keep(self._files() | set(self.uploads.values()))
         self.versions.keep({*self.published, self.rule})
 
     def _check(self) -> None:

@@ -27,6 +27,8 @@ class Ticket:
 
     def __init__(self, rate: float, buffer: Tensor | None = None) -> None:
         self.rate = rate
+        self.norm: float | None = None
+        """Of the whole model's gradient, where that is what the ticket waits for."""
         self._buffer = buffer
         self._weights: dict[int, float] = {}
         self._summed = 0  # shares below it are in the sum
@@ -65,13 +67,21 @@ class Ticket:
             self._summed += 1
 
     def total(self) -> tuple[Tensor | None, Tensor | None]:
-        """The sum of values · scale, and of a table the rows that it is of; None if no share has values. Ends this."""
+        """The sum of values · scale, and of a table the rows that it is of; None if no share has values. It may be this
+        ticket's own memory: whoever changes it, or asks before all shares have come, ends this."""
         ordered = [self._kept[share] for share in sorted(self._kept)]
         if ordered and ordered[0][1] is not None:
             return _rows_total(ordered)
         for values, _, scale in ordered:
             self._add(values, scale)
         return self._sum, None
+
+    def square(self) -> float:
+        """The squared norm of the mean gradient, once all shares have come; 0 if nothing was learnt."""
+        total, _ = self.total()
+        if total is None or not self.weight:
+            return 0.0
+        return (float(torch.linalg.vector_norm(total)) / self.weight) ** 2
 
     def fields(self) -> dict[str, Any]:
         """As JSON values, all but tensors."""

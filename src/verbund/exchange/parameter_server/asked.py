@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from verbund.checkpoint.manifest import DTYPES
 from verbund.errors import InputError
+from verbund.exchange.parameter_server.plan import CONSISTENCIES, KINDS, Plan
 
 _MOST = 1 << 53
 LIVES = 1000
@@ -55,6 +57,27 @@ def table(fields: Mapping[str, Any], name: str, longest: int) -> dict[str, Any]:
     if not isinstance(value, dict) or len(json.dumps(value)) > longest:
         raise _wrong(name, f"an object of at most {longest} characters", value)
     return value
+
+
+def plan_of(record: Any) -> Plan:
+    """The plan that a worker has made.
+
+    Raises:
+        InputError: if it is none.
+    """
+    try:
+        plan = Plan.of(record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"`plan` of a request is none: {type(error).__name__}: {error}") from None
+    for block in plan.blocks:
+        if not block.box.inside(block.shape) or block.dtype not in DTYPES or block.kind not in KINDS:
+            what = f"{block.kind} {block.dtype} {block.box} of {list(block.shape)}"
+            raise InputError(f"`plan` of a request has the block {what}")
+    if plan.rule.consistency not in CONSISTENCIES:
+        raise InputError(f"`plan` of a request has the rule {plan.rule.consistency!r}")
+    if not plan.blocks:
+        raise InputError("`plan` of a request has no blocks")
+    return plan
 
 
 def _wrong(name: str, what: str, value: object) -> InputError:

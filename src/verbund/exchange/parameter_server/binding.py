@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verbund.checkpoint.piece import dtype_name
 from verbund.comm.collectives import Group
 from verbund.exchange.parameter_server.plan import Block, Consistency, Plan, Rule, cut
-from verbund.job import Exchange, Optimizer
+from verbund.job import Exchange, Train
 from verbund.mesh.changing_buffers import Buffer
 from verbund.mesh.replica import Replica
 
@@ -96,8 +96,14 @@ class Binding:
         self._aside: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] | None = None
 
-    def plan(self, settings: Exchange, optimizer: Optimizer, islands: int) -> Plan:
-        """The plan of the whole model; all workers of the island call it together."""
+    def plan(self, settings: Exchange, train: Train, islands: int) -> Plan:
+        """The plan of the whole model; all workers of the island call it together.
+
+        Args:
+            settings: of the exchange.
+            train: says by which optimiser servers step, and to which norm they clip shares that they have added up.
+            islands: that there are at the beginning.
+        """
         own = [asdict(place.block) for place in self._places.values()]
         raw = np.frombuffer(json.dumps(own).encode(), np.uint8)
         rows = self._replica.groups.island.all_gather_arrays({"blocks": raw}, "the gathering of blocks")
@@ -110,8 +116,10 @@ class Binding:
             settings.backup,
             settings.staleness_aware,
             settings.delay_compensation,
+            train.clip_norm if settings.consistency == "bulk_synchronous" and islands > 1 else None,
         )
-        plan = Plan(tuple(sorted(blocks, key=lambda b: (b.name, b.offset))), optimizer, rule)
+        blocks.sort(key=lambda b: (b.name, b.offset))
+        plan = Plan(tuple(blocks), train.optimizer, rule, settings.compression)
         for number, block in enumerate(plan.blocks):
             if (place := self._places.get((block.name, block.offset))) is not None:
                 self.numbers.append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +15,32 @@ from verbund.exchange.parameter_server.push import Part, Push
 
 _AHEAD = 16  # tickets beyond the bound that a share may come early by: a client need not have read every block
 _OUTSTANDING = 1 << 20
+
+
+def check_beginning(number: int, block: Block, values: Tensor | None, optimizer: Mapping[str, Tensor]) -> None:
+    """What a block begins with.
+
+    Args:
+        number: of the block.
+        block: which.
+        values: its first values; None: they are to be made.
+        optimizer: what an optimiser had of it elsewhere, by torch's keys.
+
+    Raises:
+        InputError: saying what is wrong.
+    """
+    where = f"block {number} (`{block.name}`)"
+    wanted = f"{block.dtype} {list(block.length)}"
+    if values is None and not (block.kind == "rows" and block.born):
+        raise InputError(f"{where} begins without values")
+    if values is not None and (values.numel() != block.count or dtype_name(values.dtype) != block.dtype):
+        raise InputError(f"{where} is {wanted}, and begins with {dtype_name(values.dtype)} {list(values.shape)}")
+    if block.kind != "sum" and not getattr(torch, block.dtype).is_floating_point:
+        raise InputError(f"{where} holds {block.dtype}, which no optimiser steps")
+    for key, state in optimizer.items():
+        if state.dim() and (state.numel() != block.count or dtype_name(state.dtype) != block.dtype):
+            what = f"{dtype_name(state.dtype)} {list(state.shape)}"
+            raise InputError(f"{where} is {wanted}, and its optimiser's `{key}` is {what}")
 
 
 def check_head(push: Push, rule: Rule) -> None:

@@ -12,12 +12,14 @@ from torch import Tensor
 from verbund.comm.wire import Call, Credentials, Message, Payload, Place, WireError
 from verbund.errors import VerbundError
 from verbund.exchange.parameter_server import records
+from verbund.exchange.parameter_server.clipping import Clipping, Square, norm_of
 from verbund.exchange.parameter_server.lines import Lines
 from verbund.exchange.parameter_server.pending import Pending, Request
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Part, Push
 from verbund.exchange.parameter_server.row_cache import RowCache
 from verbund.exchange.parameter_server.table_runs import TableRuns
+from verbund.exchange.parameter_server.view import View
 from verbund.exchange.parameter_server.watch import Watch
 
 _CACHE_BYTES = 64 << 20
@@ -117,6 +119,11 @@ class Client:
         self.tables = TableRuns(plan)
         self.cache = RowCache(row_cache, cache_bytes) if row_cache else None
 
+    @property
+    def view(self) -> View:
+        """The newest."""
+        return self._watch.newest()
+
     def start_push(
         self,
         ticket: int,
@@ -180,6 +187,29 @@ class Client:
         """Pushes, and pulls the same blocks after it; outcomes by part and versions by block. See `start_push`."""
         pushing = self.start_push(ticket, parts, weight=weight, into=into, least=least, **more)
         return pushing.result(), pushing.versions
+
+    def clip(self, ticket: int) -> None:
+        """Has servers take a ticket of which this island's share is pushed, clipped by the norm of its whole gradient;
+        waits until all shares have come. Harmless when repeated, and when others do it too; see `clipping`."""
+        blocks = list(range(len(self._plan.blocks)))
+        squares: dict[int, Square] = {}
+
+        def asked(places: list[int]) -> Request:
+            return Request("squares", {"client": self._island, "blocks": places, "ticket": ticket}, {}, {})
+
+        def take(places: list[int], answer: Message) -> None:
+            squares.update(zip(places, (Square(*told) for told in answer.fields["squares"]), strict=True))
+
+        Pending(self._lines, blocks, asked, take, self._deadline).result()
+        norm = norm_of([squares[block] for block in blocks])
+        if norm is None:
+            return
+
+        def told(places: list[int]) -> Request:
+            known = {"client": self._island, "generation": self._generation}
+            return Request("clip", {**known, **Clipping(ticket, norm, places).fields()}, {}, {})
+
+        Pending(self._lines, blocks, told, lambda places, answer: None, self._deadline).result()
 
     def start_pull(self, into: Mapping[int, Tensor], least: int = 0) -> Pulling:
         """Pulls blocks that are no tables into flat, contiguous tensors; waits until they have the least version."""

@@ -21,10 +21,12 @@ _TOLD = 8
 
 @dataclass(frozen=True)
 class Leased:
-    """A ticket to work on; all tickets below `low` are done everywhere."""
+    """A ticket to work on; all tickets below `low` are done everywhere. Of one that is given `again` a push may have
+    come from processes that are lost."""
 
     ticket: int
     low: int
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Rest:
     step: int
     reason: str | None
     judged: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What this worker keeps between steps is to be written for the checkpoint of `step`, as part `place` of `of`."""
+
+    step: int
+    place: int
+    of: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ class Coordination:
         """All blocks have their first values."""
         self._ask("begun", self._who)
 
-    def lease(self, number: int, count: int, worker: int, done: int) -> list[Leased] | Rest | End:
+    def lease(self, number: int, count: int, worker: int, done: int) -> list[Leased] | Rest | Keep | End:
         """The island's tickets from that number on, once the first may be done.
 
         Args:
@@ -107,9 +118,12 @@ class Coordination:
                 "lease", {**self._who, "number": number, "count": count, "worker": worker, "done": done}
             )
             if "tickets" in answer:
-                return [Leased(int(ticket), int(answer["low"])) for ticket in answer["tickets"]]
+                low, again = int(answer["low"]), set(answer["again"])
+                return [Leased(int(ticket), low, ticket in again) for ticket in answer["tickets"]]
             if "meet" in answer:
                 return Rest(int(answer["meet"]), answer["reason"], answer["judged"])
+            if "keep" in answer:
+                return _keep(answer["keep"])
             if "end" in answer:
                 return End(int(answer["step"]), str(answer["end"]))
             if self._closing:
@@ -130,6 +144,24 @@ class Coordination:
     def settle(self, step: int, reason: str | None, judged: dict[str, Any]) -> None:
         """What was due at a stop is done; with a reason training ends there."""
         self._ask("settle", {**self._who, "step": step, "reason": reason, "judged": judged})
+
+    def gather(self, step: int) -> tuple[Keep, list[dict[str, Any]]]:
+        """Has all other islands write what they keep, as this one leads a checkpoint; which part is this island's, and
+        the records of what the others have written.
+
+        Raises:
+            RunFailed: if they have not in time.
+        """
+        since = time.monotonic()
+        while time.monotonic() - since < self._deadline:
+            answer = self._wait("gather", {**self._who, "step": step})
+            if "records" in answer:
+                return _keep(answer), answer["records"]
+        raise RunFailed(f"other islands have not written within {self._deadline:.0f} s what they keep between steps")
+
+    def kept(self, worker: int, step: int, record: dict[str, Any]) -> None:
+        """Says what this worker has written of what it keeps."""
+        self._ask("kept", {**self._who, "worker": worker, "step": step, "record": record})
 
     # -- servers -------------------------------------------------------------------------------------------------
 
@@ -229,6 +261,10 @@ class Coordination:
 
     def _wait(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         return _answer(lambda: self._slow.ask(kind, fields, _ASK_SECONDS)).fields
+
+
+def _keep(told: dict[str, Any]) -> Keep:
+    return Keep(int(told["step"]), int(told["place"]), int(told["of"]))
 
 
 def _answer(ask: Callable[[], Message]) -> Message:

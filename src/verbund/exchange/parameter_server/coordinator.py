@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verbund.checkpoint.manifest import DTYPES
 from verbund.comm.wire import Message, Reply
 from verbund.errors import ClusterLost, InputError, VerbundError
 from verbund.exchange.parameter_server import membership
-from verbund.exchange.parameter_server.asked import LIVES, flag, table, text, whole, wholes
+from verbund.exchange.parameter_server.asked import LIVES, flag, plan_of, table, text, whole, wholes
+from verbund.exchange.parameter_server.gathering import Gathering, there
 from verbund.exchange.parameter_server.leases import Leases
-from verbund.exchange.parameter_server.plan import CONSISTENCIES, KINDS, Plan
+from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.view import View
 
 _WAIT = 5.0
@@ -35,6 +35,7 @@ _COMPACT = 20_000
 _JUDGED = 1 << 16
 _ISLANDS = 4096
 """That there may be at most, where they come and go."""
+_RECORD = 1 << 21
 _TEXT = 512
 
 Places = Callable[[Plan], list[tuple[int, ...]]]
@@ -67,6 +68,7 @@ class Coordinator:
         self._view: View | None = None
         self._begun = False
         self._lead: tuple[int, int, int] | None = None  # island, generation, step
+        self._gathering: Gathering | None = None
         self._changed = threading.Condition()
         self._path = folder / _LOG
         self._events = 0
@@ -109,7 +111,7 @@ class Coordinator:
         leases = self._leases
         most = len(leases.islands) if leases.divided else _ISLANDS
         island, record = whole(fields, "island", 0, most - 1), fields.get("plan")
-        plan = _plan_of(record)
+        plan = plan_of(record)
         known = leases.islands[island].generation if island < len(leases.islands) else 0
         generation = whole(fields, "generation", 0, known + LIVES)
         if self._plan is None:
@@ -137,6 +139,7 @@ class Coordinator:
         self._on_done(fields)
         island = self._member(fields)
         own = self._leases.islands[island]
+        worker = whole(fields, "worker", 0, len(own.done) - 1)
         number = whole(fields, "number", own.first, own.first + len(own.given))
         wanted = min(whole(fields, "count", 1), _LEASED)
         until = time.monotonic() + _WAIT
@@ -151,9 +154,13 @@ class Coordinator:
                 if number + count > known:
                     self._remember("lease", island, number, count)
                 tickets = [self._leases.ticket(island, n) for n in range(number, number + count)]
-                return {"tickets": tickets, "low": self._leases.low}
+                again = [ticket for ticket in tickets if ticket in own.again]
+                return {"tickets": tickets, "low": self._leases.low, "again": again}
             if self._leases.resting and (lead := self._leads(island)) is not None:
                 return lead
+            keep = self._gathering.wanted(island, worker) if self._gathering is not None else None
+            if self._leases.resting and keep is not None:
+                return {"keep": keep}
             if self._leases.gone(island):
                 return {"end": "released", "step": self._leases.rested}
             left = until - time.monotonic()
@@ -174,6 +181,29 @@ class Coordinator:
         self._member(fields)
         reason = None if fields.get("reason") is None else text(fields, "reason", _TEXT)
         self._event("settle", whole(fields, "step"), reason, table(fields, "judged", _JUDGED))
+
+    def _on_gather(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The leading island wants what all others keep to be written; waits a while for it."""
+        island, step = self._member(fields), whole(fields, "step")
+        islands = there(self._leases.islands)
+        if island not in islands:  # it is to go: what it keeps goes with it
+            islands[island] = whole(fields, "generation")
+        if self._gathering is None or not self._gathering.is_of(step, island, islands):
+            self._gathering = Gathering(step, island, islands, len(self._leases.islands[island].done))
+            self._changed.notify_all()
+        mine = self._gathering
+        self._changed.wait_for(lambda: self._gathering is not mine or mine.records is not None, _WAIT)
+        if self._gathering is not mine or (records := mine.records) is None:
+            return {}
+        return {**mine.place(island), "records": records}
+
+    def _on_kept(self, fields: dict[str, Any]) -> None:
+        """A worker has written what it keeps."""
+        island = self._member(fields)
+        worker = whole(fields, "worker", 0, len(self._leases.islands[island].done) - 1)
+        if self._gathering is not None:
+            self._gathering.take(island, worker, whole(fields, "step"), table(fields, "record", _RECORD))
+            self._changed.notify_all()
 
     def _on_seat(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A server listens, which knows the plan."""
@@ -316,6 +346,7 @@ class Coordinator:
         self._view = membership.first(self._places(self._plan), self._servers, len(self._leases.islands))
 
     def _take_enter(self, island: int, generation: int) -> None:
+        self._gathering = None  # whoever asked asks again
         self._leases.enter(island, generation)
         assert self._view is not None
         self._view = membership.entered(self._view, island, generation)
@@ -337,6 +368,7 @@ class Coordinator:
         self._leases.end_soon(reason)
 
     def _take_settle(self, step: int, reason: str | None, judged: dict[str, Any]) -> None:
+        self._gathering = None
         self._leases.settle(step, reason)
         self._judged = judged
 
@@ -347,27 +379,6 @@ class Coordinator:
     def _take_joined(self, server: int, generation: int, blocks: list[int]) -> None:
         assert self._view is not None
         self._view = membership.joined(self._view, server, generation, blocks)
-
-
-def _plan_of(record: Any) -> Plan:
-    """The plan that a worker has made.
-
-    Raises:
-        InputError: if it is none.
-    """
-    try:
-        plan = Plan.of(record)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InputError(f"`plan` of a request is none: {type(error).__name__}: {error}") from None
-    for block in plan.blocks:
-        if not block.box.inside(block.shape) or block.dtype not in DTYPES or block.kind not in KINDS:
-            what = f"{block.kind} {block.dtype} {block.box} of {list(block.shape)}"
-            raise InputError(f"`plan` of a request has the block {what}")
-    if plan.rule.consistency not in CONSISTENCIES:
-        raise InputError(f"`plan` of a request has the rule {plan.rule.consistency!r}")
-    if not plan.blocks:
-        raise InputError("`plan` of a request has no blocks")
-    return plan
 
 
 def _fenced(island: int) -> ClusterLost:

@@ -17,9 +17,9 @@ from verbund.exchange.parameter_server import records
 from verbund.exchange.parameter_server.asked import LIVES
 from verbund.exchange.parameter_server.exposed import Exposed
 from verbund.exchange.parameter_server.holdings import Holdings, Image
-from verbund.exchange.parameter_server.log import Log
+from verbund.exchange.parameter_server.log import BOUND, Log
 from verbund.exchange.parameter_server.plan import Plan
-from verbund.exchange.parameter_server.push import Outcome, Push
+from verbund.exchange.parameter_server.push import Outcome
 from verbund.exchange.parameter_server.records import Record
 from verbund.exchange.parameter_server.replication import Joined, Moved, Replication, Self
 from verbund.exchange.parameter_server.requests import sender
@@ -35,12 +35,12 @@ class Custody:
         plan: of the run.
         rank: its seat.
         generation: of this process.
-        folder: for the log; see `Server`, as for the following.
-        credentials: see there.
-        deadline: see there.
-        joined: see there.
-        log_bytes: see there.
-        patience: see there.
+        folder: for the log, where there are no replicas; what is there is taken up. None: no log.
+        credentials: for dialling other servers.
+        deadline: seconds that a request may take.
+        joined: is told, by a primary, of a server that has all blocks which it was to join.
+        log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
+        patience: seconds of another server's silence after which records are sent to it again.
 
     Raises:
         CheckpointError: if the folder cannot be taken up.
@@ -51,16 +51,15 @@ class Custody:
         plan: Plan,
         rank: int,
         generation: int,
-        folder: Path | None,
-        credentials: Credentials,
-        deadline: float,
-        joined: Joined | None,
-        log_bytes: int,
-        patience: float,
+        folder: Path | None = None,
+        credentials: Credentials = None,
+        deadline: float = 60.0,
+        joined: Joined | None = None,
+        log_bytes: int = BOUND,
+        patience: float = 30.0,
     ) -> None:
-        self.plan, self.rank = plan, rank
+        self.plan, self.rank, self.deadline = plan, rank, deadline
         self._generation = generation
-        self._deadline = deadline
         self.exposed = Exposed.make(plan)
         self.holdings = Holdings(plan, self.exposed.adopt if self.exposed is not None else lambda *_: None)
         self.changed = threading.Condition()
@@ -135,25 +134,28 @@ class Custody:
         with self.changed:
             here = self.changed.wait_for(
                 lambda: self.closed or (self.view is not None and self.view.number >= number),
-                min(_VIEW_SECONDS, self._deadline),
+                min(_VIEW_SECONDS, self.deadline),
             )
             if not here or self.closed:
                 raise Moved(number if not self.closed else 0)
 
-    def fence(self, push: Push) -> None:
-        """Whether a push comes of the processes that are an island's now.
+    def fence(self, client: int, generation: int) -> None:
+        """Whether what changes blocks comes of the processes that are an island's now.
+
+        Args:
+            client: the island.
+            generation: of its processes.
 
         Raises:
             InputError: if there is no such island.
             RunFailed: if others have taken their place.
         """
         view = self.view
-        if view is None or push.client >= len(view.clients):
-            raise InputError(f"there is no island {push.client}")
-        if push.generation != view.clients[push.client]:
+        if view is None or client >= len(view.clients):
+            raise InputError(f"there is no island {client}")
+        if generation != view.clients[client]:
             raise RunFailed(
-                f"island {push.client} of generation {push.generation} was replaced by generation "
-                f"{view.clients[push.client]}",
+                f"island {client} of generation {generation} was replaced by generation {view.clients[client]}",
                 where=f"server {self.rank}",
             )
 
@@ -270,7 +272,7 @@ class Custody:
     def wait_logged(self, number: int) -> None:
         """Waits until the log, if there is one, has this record."""
         if self._log is not None:
-            self._log.wait(number, self._deadline)
+            self._log.wait(number, self.deadline)
 
     def _commit(self, record: Record, versions: dict[int, int]) -> None:
         self._number += 1

@@ -6,21 +6,23 @@ A deterministic state machine: the same calls in the same order give the same bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from verbund.checkpoint.piece import Piece, dtype_name
+from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.errors import InputError
 from verbund.exchange.parameter_server import saved
 from verbund.exchange.parameter_server.aggregation import Ticket, scaled
-from verbund.exchange.parameter_server.checks import check_head, check_part, wrong_rows
+from verbund.exchange.parameter_server.checks import check_beginning, check_head, check_part, wrong_rows
+from verbund.exchange.parameter_server.clipping import Clipping, Square
 from verbund.exchange.parameter_server.dense import Dense, Sum
+from verbund.exchange.parameter_server.held import Held
 from verbund.exchange.parameter_server.history import History, compensate
-from verbund.exchange.parameter_server.image import Image, Store, store_of, tensors_of
+from verbund.exchange.parameter_server.image import Image, Store
 from verbund.exchange.parameter_server.ledger import Ledger
 from verbund.exchange.parameter_server.plan import Block, Plan
 from verbund.exchange.parameter_server.push import Outcome, Part, Push
@@ -30,21 +32,11 @@ from verbund.exchange.parameter_server.tables import Table
 __all__ = ["Holdings", "Image"]
 
 
-@dataclass
-class _Held:
-    store: Store
-    version: int
-    ledger: Ledger
-    tickets: dict[int, Ticket] = field(default_factory=dict)  # synchronous: not taken yet
-    history: History | None = None
-    buffer: Tensor | None = None  # for the next gradient of a dense block
-
-
 @dataclass(frozen=True)
 class _Step:
     """A gradient that is there, of a block; of a `sum` block what is to be added."""
 
-    held: _Held
+    held: Held
     gradient: Tensor
     rows: Tensor | None  # of the block
     rate: float
@@ -67,7 +59,7 @@ class Holdings:
         self.plan = plan
         self._adopt = adopt
         self._optimizer = ServerOptimizer(plan.optimizer, sorted({block.name for block in plan.blocks}))
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
 
     def create(
         self, block: int, values: Tensor | None, version: int = 0, optimizer: dict[str, Tensor] | None = None
@@ -85,21 +77,9 @@ class Holdings:
             InputError: if they do not fit the block.
         """
         found = self._block(block)
-        where = f"block {block} (`{found.name}`)"
         if values is not None and not values.numel() and found.count:
             values = None
-        if values is None and not (found.kind == "rows" and found.born):
-            raise InputError(f"{where} begins without values")
-        if values is not None and (values.numel() != found.count or dtype_name(values.dtype) != found.dtype):
-            wanted = f"{found.dtype} {list(found.length)}"
-            raise InputError(f"{where} is {wanted}, and begins with {dtype_name(values.dtype)} {list(values.shape)}")
-        if found.kind != "sum" and not getattr(torch, found.dtype).is_floating_point:
-            raise InputError(f"{where} holds {found.dtype}, which no optimiser steps")
-        for key, state in (optimizer or {}).items():
-            if state.dim() and (state.numel() != found.count or dtype_name(state.dtype) != found.dtype):
-                wanted = f"{found.dtype} {list(found.length)}"
-                what = f"{dtype_name(state.dtype)} {list(state.shape)}"
-                raise InputError(f"{where} is {wanted}, and its optimiser's `{key}` is {what}")
+        check_beginning(block, found, values, optimizer or {})
         self.drop(block)
         own = None if values is None else values.detach().reshape(-1).clone()
         own_state = {key: value.clone() for key, value in (optimizer or {}).items()}
@@ -120,35 +100,12 @@ class Holdings:
         """Takes a block as another server had it, in place of what is here. The image's tensors become the block's."""
         block = self._block(image.block)
         self.drop(image.block)
-        fields = image.fields
-        held = _Held(
-            store_of(block, image, self._optimizer),
-            int(fields["version"]),
-            Ledger.of(fields["ledger"], self.plan.rule.shares),
-        )
-        for ticket, record in fields["tickets"]:
-            held.tickets[int(ticket)] = Ticket.of(record, image.part(f"tickets/{ticket}/"))
-        if fields["history"] is not None:
-            held.history = History.of(fields["history"], image.part("history/"))
+        held = self._held[image.block] = Held.of(image, block, self.plan.rule, self._optimizer)
         self._settle_in(image.block, held.store)
-        self._held[image.block] = held
 
     def image(self, block: int, copy: bool = True) -> Image:
         """All of a block. Without `copy` its tensors may be the block's own: valid until the next change."""
-        held = self._here(block)
-        tensors = tensors_of(held.store)
-        for number, ticket in held.tickets.items():
-            tensors |= {f"tickets/{number}/{name}": tensor for name, tensor in ticket.tensors().items()}
-        if held.history is not None:
-            tensors |= {f"history/{name}": tensor for name, tensor in held.history.tensors().items()}
-        fields: dict[str, Any] = {
-            "version": held.version,
-            "ledger": held.ledger.record(),
-            "tickets": [[number, held.tickets[number].fields()] for number in sorted(held.tickets)],
-            "history": None if held.history is None else held.history.fields(),
-            "lazy": isinstance(held.store, Table) and held.store.lazy,
-        }
-        return Image(block, fields, {name: tensor.clone() for name, tensor in tensors.items()} if copy else tensors)
+        return self._here(block).image(block, copy)
 
     def drop(self, block: int) -> None:
         """Lets go of a block, if it is here."""
@@ -188,6 +145,35 @@ class Holdings:
         """
         held = [self._here(part.block) for part in push.parts]
         return self._added_up(push, held) if self.plan.rule.consistency == "synchronous" else self._at_once(push, held)
+
+    def complete(self, block: int, ticket: int) -> bool:
+        """Whether a synchronous ticket of a block has all its shares, or was taken."""
+        version = self._here(block).version
+        return version > ticket or (version == ticket and not self.missing(block))
+
+    def square(self, block: int, ticket: int) -> Square:
+        """What is known of a block's part of the norm of a ticket that is `complete`."""
+        held = self._here(block)
+        if held.version > ticket:
+            return Square(None, held.norm if held.version == ticket + 1 else None)
+        return Square(0.0 if isinstance(held.store, Sum) else held.tickets[ticket].square())
+
+    @torch.no_grad()
+    def clip(self, clipping: Clipping) -> list[Outcome]:
+        """Clips a ticket that is `complete` in these blocks, and takes it; nothing happens where that is done.
+
+        Returns:
+            What became of each block's.
+        """
+        held = [self._here(block) for block in clipping.blocks]
+        waiting = [each for each in held if each.version == clipping.ticket]
+        for each in waiting:
+            each.norm = clipping.norm
+            each.tickets[clipping.ticket].norm = clipping.norm
+        while self._take_due(waiting):
+            pass
+        done = {id(each) for each in waiting}
+        return [Outcome("applied" if id(each) in done else "known", each.version, None) for each in held]
 
     def read(self, blocks: Sequence[int], into: Tensor | None = None) -> Tensor:
         """The values of blocks of one dtype that are no tables, flat, one after the other: a copy.
@@ -263,9 +249,9 @@ class Holdings:
         self._settle_in(block, store)
         ledger = Ledger(self.plan.rule.shares, version if self.plan.rule.shared else 0)
         history = History(version) if self.plan.rule.compensation and not isinstance(store, Sum) else None
-        self._held[block] = _Held(store, version, ledger, history=history)
+        self._held[block] = Held(store, version, ledger, history=history)
 
-    def _at_once(self, push: Push, every: list[_Held]) -> list[Outcome]:
+    def _at_once(self, push: Push, every: list[Held]) -> list[Outcome]:
         """The bounded and the asynchronous rule: each part is a step."""
         outcomes, steps, bounded = [], [], self.plan.rule.shared
         for held, part in zip(every, push.parts, strict=True):
@@ -281,7 +267,7 @@ class Holdings:
         self._take(steps)
         return outcomes
 
-    def _lone_step(self, push: Push, part: Part, held: _Held, staleness: int) -> _Step | None:
+    def _lone_step(self, push: Push, part: Part, held: Held, staleness: int) -> _Step | None:
         if held.history is not None:
             held.history.seen(push.client, part.base)
         if part.values is None:
@@ -304,7 +290,7 @@ class Holdings:
             held.history.replaced(held.version, now.clone() if rows is None else now, rows)
         return _Step(held, gradient, rows, rate)
 
-    def _added_up(self, push: Push, every: list[_Held]) -> list[Outcome]:
+    def _added_up(self, push: Push, every: list[Held]) -> list[Outcome]:
         """The synchronous rule: a ticket is taken when its shares are there."""
         states: list[Literal["waiting", "known", "late"]] = []
         for held, part in zip(every, push.parts, strict=True):
@@ -330,13 +316,13 @@ class Holdings:
                 outcomes.append(Outcome(state, held.version, None))
         return outcomes
 
-    def _take_due(self, every: list[_Held]) -> bool:
+    def _take_due(self, every: list[Held]) -> bool:
         """Takes the next ticket of each of these blocks whose ticket is there; whether there was one."""
-        enough = self.plan.rule.shares - self.plan.rule.backup
+        enough, clip = self.plan.rule.shares - self.plan.rule.backup, self.plan.rule.clip
         steps, due = [], False
         for held in every:
             ticket = held.tickets.get(held.version)
-            if ticket is None or len(ticket) < enough:
+            if ticket is None or len(ticket) < enough or (clip is not None and ticket.norm is None):
                 continue
             due = True
             del held.tickets[held.version]
@@ -347,6 +333,8 @@ class Holdings:
                 continue
             if not isinstance(held.store, Sum) and weight != 1.0:
                 total.div_(weight)
+            if clip is not None and ticket.norm is not None and ticket.norm > clip and not isinstance(held.store, Sum):
+                total.mul_(clip / ticket.norm)
             steps.append(_Step(held, total, rows, ticket.rate))
         self._take(steps)
         return due
@@ -380,7 +368,7 @@ class Holdings:
             raise InputError(f"there is no block {number}: the plan has {len(self.plan.blocks)}")
         return self.plan.blocks[number]
 
-    def _here(self, number: int) -> _Held:
+    def _here(self, number: int) -> Held:
         held = self._held.get(number)
         if held is None:
             block = self._block(number)
@@ -388,7 +376,7 @@ class Holdings:
         return held
 
 
-def _buffer(held: _Held) -> Tensor | None:
+def _buffer(held: Held) -> Tensor | None:
     """Memory for a gradient that the block does not need at present: the last one's."""
     buffer, held.buffer = held.buffer, None
     return buffer

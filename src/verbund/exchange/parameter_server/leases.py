@@ -45,6 +45,7 @@ class Island:
         done: by worker, how many of its tickets are done.
         clock: where tickets are divided, the next that it is given.
         leaves: it gets no more tickets.
+        again: of its tickets those that were given before to processes that are lost, which may have pushed them.
     """
 
     generation: int = 0
@@ -53,6 +54,7 @@ class Island:
     done: list[int] = field(default_factory=list)
     clock: int = 0
     leaves: bool = False
+    again: list[int] = field(default_factory=list)
 
 
 class Leases:
@@ -90,12 +92,14 @@ class Leases:
         if generation <= own.generation:
             return
         left = own.given[min(own.done) - own.first :]
+        again: list[int] = []
         if self.divided:
+            again = sorted({ticket for ticket in own.again if ticket >= own.clock} | set(left))
             own.clock = min([own.clock, *left])
         else:
             for ticket in left:
                 heapq.heappush(self._again, ticket)
-        self.islands[island] = Island(generation, [], 0, [0] * self._workers, own.clock, own.leaves)
+        self.islands[island] = Island(generation, [], 0, [0] * self._workers, own.clock, own.leaves, again)
 
     def release(self, island: int) -> None:
         """An island gets no more tickets; what it has it does. Where tickets are divided none can go."""
@@ -117,7 +121,7 @@ class Leases:
             own.clock = ticket + 1
             self._next = max(self._next, own.clock)
         elif self._again:
-            heapq.heappop(self._again)
+            own.again.append(heapq.heappop(self._again))
         else:
             self._next += 1
         own.given.append(ticket)
@@ -131,6 +135,8 @@ class Leases:
         own.done[worker] = max(own.done[worker], count)
         through = min(own.done) - own.first
         if through > 0:
+            done = set(own.given[:through])
+            own.again = [ticket for ticket in own.again if ticket not in done]
             del own.given[:through]
             own.first += through
 

@@ -96,7 +96,8 @@ class Lines:
         """Parts whose values lie where servers of this host can read them, if there are any."""
         if self._outbox is None or not any(self._windows.values()):
             return parts
-        dense = {p.block: p.values for p in parts if p.values is not None and p.rows is None}
+        whole = [part for part in parts if part.rows is None and part.message is None]
+        dense = {part.block: part.values for part in whole if part.values is not None}
         moved = self._outbox.put(dense)
         return [replace(p, values=moved[p.block]) if p.block in dense else p for p in parts]
 

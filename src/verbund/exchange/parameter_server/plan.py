@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from verbund.checkpoint.box import Box
 from verbund.errors import InputError
-from verbund.job import Optimizer
+from verbund.job import Compression, Optimizer
 
 Kind = Literal["dense", "rows", "sum"]
 KINDS = get_args(Kind)
@@ -88,6 +88,8 @@ class Rule:
         backup: how many of them need not have come.
         staleness_aware: the learning rate of an asynchronous step is divided by its staleness.
         compensation: λ of delay compensation; 0: none.
+        clip: the global norm that the gradient of a synchronous ticket may have. As no server has all of it, a ticket
+            is taken only once a client has found that norm, and told it (`clipping`).
     """
 
     consistency: Consistency
@@ -96,6 +98,7 @@ class Rule:
     backup: int = 0
     staleness_aware: bool = False
     compensation: float = 0.0
+    clip: float | None = None
 
     @property
     def shared(self) -> bool:
@@ -106,11 +109,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Blocks by number, the optimiser that steps on servers, and the rule."""
+    """Blocks by number, the optimiser that steps on servers, the rule, and what gradients travel as."""
 
     blocks: tuple[Block, ...]
     optimizer: Optimizer
     rule: Rule
+    compression: Compression = field(default_factory=Compression)
 
     def record(self) -> dict[str, Any]:
         """As JSON values."""
@@ -118,13 +122,15 @@ class Plan:
             "blocks": [asdict(block) for block in self.blocks],
             "optimizer": self.optimizer.model_dump(mode="json"),
             "rule": asdict(self.rule),
+            "compression": self.compression.model_dump(mode="json"),
         }
 
     @staticmethod
     def of(record: dict[str, Any]) -> Plan:
         """The plan that `record` gave."""
         blocks = tuple(Block.of(block) for block in record["blocks"])
-        return Plan(blocks, Optimizer.model_validate(record["optimizer"]), Rule(**record["rule"]))
+        optimizer, compression = Optimizer.model_validate(record["optimizer"]), record["compression"]
+        return Plan(blocks, optimizer, Rule(**record["rule"]), Compression.model_validate(compression))
 
     @cached_property
     def model(self) -> str:

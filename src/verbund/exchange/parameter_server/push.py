@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verbund.comm.wire import Array
 from verbund.errors import InputError
+from verbund.exchange.parameter_server.coded import codec_of, decode
 from verbund.exchange.parameter_server.plan import Plan
 
 
@@ -24,12 +25,14 @@ class Part:
         base: the version of the block that the gradient was computed with.
         values: flat; of a table the rows' gradients one after the other; None: the loss did not depend on the block.
         rows: of a table, which rows of the whole table, int64, ascending, each once.
+        message: what travels in place of the values, of which these were made (`coded`); None: they themselves.
     """
 
     block: int
     base: int
     values: Tensor | None
     rows: Tensor | None = None
+    message: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,13 @@ class Push:
         }
 
     def arrays(self) -> dict[str, Tensor]:
-        """The tensors: of the i-th part its values as `v<i>`, and its rows as `r<i>` where it is of a table."""
+        """The tensors: of the i-th part its values as `v<i>`, or their message as `c<i>`, and its rows as `r<i>` where
+        it is of a table."""
         found: dict[str, Tensor] = {}
         for number, part in enumerate(self.parts):
-            if part.values is not None:
+            if part.message is not None:
+                found[f"c{number}"] = part.message
+            elif part.values is not None:
                 found[f"v{number}"] = part.values
             if part.rows is not None:
                 found[f"r{number}"] = part.rows
@@ -109,12 +115,15 @@ class Push:
                 raise InputError(f"part {number} of a push is not block, version, whether it has values, rows")
             if item[0] >= len(plan.blocks):
                 raise InputError(f"there is no block {item[0]}; there are {len(plan.blocks)}")
-            values = rows = None
-            if item[2] and (known is None or (values := known.get(f"v{number}")) is None):
-                values = tensor_of(_array(arrays, f"v{number}"), plan.blocks[item[0]].dtype)
+            values = rows = message = None
             if item[3] is not None:
                 rows = tensor_of(_array(arrays, f"r{number}"))
-            parts.append(Part(item[0], item[1], values, rows))
+            if item[2] and f"c{number}" in arrays:
+                message = tensor_of(arrays[f"c{number}"])
+                values = _said(message, plan, item[0], rows)
+            elif item[2] and (known is None or (values := known.get(f"v{number}")) is None):
+                values = tensor_of(_array(arrays, f"v{number}"), plan.blocks[item[0]].dtype)
+            parts.append(Part(item[0], item[1], values, rows, message))
         if len({part.block for part in parts}) < len(parts):
             raise InputError("a push names a block twice")
         client, generation, ticket, share, low = (
@@ -128,6 +137,17 @@ def tensor_of(array: Array, dtype: str = "") -> Tensor:
     """A received array as a tensor; of bfloat16, which arrives as float32, if that is its `dtype`."""
     tensor = torch.from_numpy(array)
     return tensor.bfloat16() if dtype == "bfloat16" and tensor.dtype == torch.float32 else tensor
+
+
+def _said(message: Tensor, plan: Plan, number: int, rows: Tensor | None) -> Tensor:
+    """The values of a block that a message says."""
+    block = plan.blocks[number]
+    count = block.count if rows is None else len(rows) * block.width
+    codec = codec_of(plan, number, count)
+    if codec is None:
+        method = plan.compression.name
+        raise InputError(f"{count} values of block {number} (`{block.name}`) do not travel as `{method}`")
+    return decode(codec, message, count, getattr(torch, block.dtype))
 
 
 def _array(arrays: Mapping[str, Array], name: str) -> Array:

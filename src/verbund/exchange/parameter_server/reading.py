@@ -15,6 +15,7 @@ from torch import Tensor
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.comm.wire import Memory, Payload
 from verbund.errors import RunFailed
+from verbund.exchange.parameter_server.clipping import Square
 from verbund.exchange.parameter_server.custody import Custody
 
 
@@ -77,6 +78,35 @@ class Reading:
             self._bytes += sum(int(getattr(array, "nbytes", 0)) for array in arrays.values())
         custody.settle(needed, until)
         return arrays, {"versions": versions, "places": places}
+
+    def squares(self, blocks: Sequence[int], ticket: int, until: float) -> list[Square]:
+        """Once all blocks have all shares of a ticket, and none of these can be lost any more: what is known of its
+        norm, by block.
+
+        Args:
+            blocks: their numbers.
+            ticket: which.
+            until: when.
+
+        Raises:
+            RunFailed: if they do not come in time; it says which.
+            Moved: if another server answers for one of the blocks.
+        """
+        custody = self._custody
+        with custody.changed:
+            while True:
+                custody.check_primary(blocks)
+                behind = [block for block in blocks if not custody.holdings.complete(block, ticket)]
+                if not behind:
+                    break
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise self._behind(behind, ticket + 1)
+                custody.changed.wait(left)
+            found = [custody.holdings.square(block, ticket) for block in blocks]
+            needed = custody.needed(blocks)
+        custody.settle(needed, until)
+        return found
 
     def _place(self, block: int) -> int | None:
         """Where in this server's memory a block's values lie."""

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from verbund.comm.wire import Message
 from verbund.errors import InputError
+from verbund.exchange.parameter_server.clipping import Clipping
 from verbund.exchange.parameter_server.holdings import Holdings, Image
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Push, tensor_of
 
-Record: TypeAlias = Push | Image
+Record: TypeAlias = Push | Clipping | Image
 
 
 def blocks_of(record: Record) -> list[int]:
@@ -24,6 +25,8 @@ def blocks_of(record: Record) -> list[int]:
     match record:
         case Push():
             return [part.block for part in record.parts]
+        case Clipping():
+            return list(record.blocks)
         case Image():
             return [record.block]
 
@@ -33,15 +36,19 @@ def of_blocks(record: Record, blocks: Container[int]) -> Record | None:
     kept = sum(block in blocks for block in blocks_of(record))
     if kept == len(blocks_of(record)):
         return record
-    return record.of_blocks(blocks) if kept and isinstance(record, Push) else None
+    return record.of_blocks(blocks) if kept and not isinstance(record, Image) else None
 
 
 def apply(holdings: Holdings, record: Record) -> list[Outcome]:
     """Does what a record says."""
-    if isinstance(record, Push):
-        return holdings.apply(record)
-    holdings.put(record)
-    return []
+    match record:
+        case Push():
+            return holdings.apply(record)
+        case Clipping():
+            return holdings.clip(record)
+        case Image():
+            holdings.put(record)
+            return []
 
 
 def encode(record: Record) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -49,6 +56,8 @@ def encode(record: Record) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
     match record:
         case Push():
             return "push", record.fields(), record.arrays()
+        case Clipping():
+            return "clip", record.fields(), {}
         case Image():
             dtypes = [[name, str(tensor.dtype).removeprefix("torch.")] for name, tensor in record.tensors.items()]
             arrays = {f"t{number}": tensor for number, tensor in enumerate(record.tensors.values())}
@@ -69,6 +78,8 @@ def decode(message: Message, plan: Plan, own: bool = False) -> Record:
     fields, arrays = message.fields, message.arrays
     if message.kind == "push":
         return Push.of(fields, arrays, plan)
+    if message.kind == "clip":
+        return Clipping.of(fields, plan)
     try:
         if message.kind == "image":
             tensors = {

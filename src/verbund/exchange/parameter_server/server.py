@@ -16,18 +16,18 @@ from typing import Any
 
 from verbund.checkpoint.read import Checkpoint
 from verbund.comm.shared_memory.identity import Unavailable
-from verbund.comm.wire import Closed, Connection, Credentials, Listener, Memory, Message, Replies, Reply
+from verbund.comm.wire import Closed, Connection, Listener, Memory, Message, Replies, Reply
 from verbund.errors import InputError, RunFailed, VerbundError, shortened
 from verbund.exchange.parameter_server import records, requests
 from verbund.exchange.parameter_server.asked import whole, wholes
+from verbund.exchange.parameter_server.clipping import Clipping
 from verbund.exchange.parameter_server.custody import Custody
 from verbund.exchange.parameter_server.exposed import Inbox
+from verbund.exchange.parameter_server.image import Image
 from verbund.exchange.parameter_server.inbound import Inbound
-from verbund.exchange.parameter_server.log import BOUND
-from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Push
 from verbund.exchange.parameter_server.reading import Reading, Saves
-from verbund.exchange.parameter_server.replication import Joined, Moved
+from verbund.exchange.parameter_server.replication import Moved
 from verbund.exchange.parameter_server.requests import block_of, sender
 from verbund.exchange.parameter_server.view import View
 
@@ -38,52 +38,30 @@ class Server:
     """One server.
 
     Args:
-        plan: of the run.
-        rank: its seat.
-        generation: of this process.
-        folder: for the log, where there are no replicas; what is there is taken up. None: no log.
-        credentials: for dialling other servers.
-        deadline: seconds that a request may take.
-        joined: is told, by a primary, of a server that has all blocks which it was to join.
-        log_bytes: that a log may have before a snapshot takes its place, if what is held is not larger.
-        patience: seconds of another server's silence after which records are sent to it again.
+        custody: the blocks of its seat.
         closing: is called before a connection to this server is closed, from a thread of its own.
-
-    Raises:
-        CheckpointError: if the folder cannot be taken up.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        generation: int,
-        folder: Path | None = None,
-        credentials: Credentials = None,
-        deadline: float = 60.0,
-        joined: Joined | None = None,
-        log_bytes: int = BOUND,
-        patience: float = 30.0,
-        closing: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._plan = plan
-        self._deadline = deadline
-        self.custody = Custody(plan, rank, generation, folder, credentials, deadline, joined, log_bytes, patience)
+    def __init__(self, custody: Custody, closing: Callable[[], object] = lambda: None) -> None:
+        self.custody = custody
+        self._plan, self._deadline = custody.plan, custody.deadline
         self._reading = Reading(self.custody)
-        self._saves = Saves(self.custody, deadline)
+        self._saves = Saves(self.custody, self._deadline)
         self._listener: Listener | None = None
         self._connections: set[Connection] = set()
         self._own = threading.local()
         self._inboxes: dict[str, Inbox] = {}
         """The memory of clients on this host."""
         self._replies = Replies(self._handle, _KEEP_BYTES, closing)
-        self._inbound = Inbound(deadline)
+        self._inbound = Inbound(self._deadline)
         self._counts = {"pushes": 0, "applied": 0, "waiting": 0, "known": 0, "late": 0, "rows": 0, "bytes": 0}
         self._counts |= {"records": 0}
         self._requests: dict[str, Callable[[Message], Reply]] = {
             "window": self._window,
             "push": self._push,
             "pull": self._pull,
+            "squares": self._squares,
+            "clip": self._clip,
             "begin": self._begin,
             "load": self._load,
             "record": self._record,
@@ -185,7 +163,7 @@ class Server:
             push = self._received(message)
             blocks = [part.block for part in push.parts]
             custody.await_view(fields)
-            custody.fence(push)
+            custody.fence(push.client, push.generation)
             with custody.changed:
                 custody.check_primary(blocks)
             custody.holdings.check(push)
@@ -195,7 +173,7 @@ class Server:
             raise InputError(error.what, where=error.where or sender(fields), fix=error.fix) from None
         until = self._until(fields)
         with custody.changed:
-            custody.fence(push)
+            custody.fence(push.client, push.generation)
             custody.check_primary(blocks)
             outcomes, number = custody.change(push)
             self._count(push, outcomes)
@@ -216,7 +194,10 @@ class Server:
     def _received(self, message: Message) -> Push:
         push = requests.push_of(message, self._plan, self._inboxes)
         if "places" in message.fields and self.custody.follows:  # who gets it later reads it later
-            parts = [p if p.values is None else replace(p, values=p.values.clone()) for p in push.parts]
+            parts = [
+                p if p.values is None or p.message is not None else replace(p, values=p.values.clone())
+                for p in push.parts
+            ]
             push = replace(push, parts=parts)
         return push
 
@@ -227,6 +208,39 @@ class Server:
         least, looks = requests.least_of(fields), bool(fields.get("looks"))
         arrays, told = self._reading.read(parts, least, looks, self._own.answers, self._until(fields))
         return Reply("pulled", told, arrays, keep=False)
+
+    def _squares(self, message: Message) -> Reply:
+        """What the blocks here know of the norm of a ticket's gradient."""
+        fields = message.fields
+        blocks, ticket = wholes(fields, "blocks", len(self._plan.blocks)), whole(fields, "ticket")
+        self._check_clips(fields)
+        self.custody.await_view(fields)
+        found = self._reading.squares(blocks, ticket, self._until(fields))
+        return Reply("squares", {"squares": [[square.value, square.norm] for square in found]}, keep=False)
+
+    def _clip(self, message: Message) -> Reply:
+        """The blocks here take a ticket by its norm, unless they have."""
+        fields, custody = message.fields, self.custody
+        client, generation = whole(fields, "client"), whole(fields, "generation")
+        clipping = Clipping.of(fields, self._plan)
+        self._check_clips(fields)
+        until = self._until(fields)
+        custody.await_view(fields)
+        with custody.changed:
+            custody.fence(client, generation)
+            custody.check_primary(clipping.blocks)
+            if early := [b for b in clipping.blocks if not custody.holdings.complete(b, clipping.ticket)]:
+                raise InputError(f"block {early[0]} is clipped before all shares have come", where=sender(fields))
+            left = clipping.of_blocks({b for b in clipping.blocks if custody.holdings.version(b) == clipping.ticket})
+            if left.blocks:
+                custody.change(left)
+            needed = custody.needed(clipping.blocks)
+        custody.settle(needed, until)
+        return Reply("clipped", keep=False)
+
+    def _check_clips(self, fields: dict[str, Any]) -> None:
+        if self._plan.rule.clip is None:
+            raise InputError("no gradients are clipped here", where=sender(fields))
 
     def _begin(self, message: Message) -> Reply:
         block, values, version, state = requests.beginning_of(message, self._plan)
@@ -274,11 +288,12 @@ class Server:
             record = records.decode(Message(fields["of"], fields, message.arrays), self._plan, own=True)
             with custody.changed:
                 custody.check_sender(stream, records.blocks_of(record))
-                if isinstance(record, Push):
-                    absent = [part.block for part in record.parts if part.block not in custody.holdings]
+                versions = None
+                if not isinstance(record, Image):
+                    absent = [block for block in records.blocks_of(record) if block not in custody.holdings]
                     if absent:
-                        raise RunFailed(f"a push came of block {absent[0]}, which is not here")
-                versions = wholes(fields, "versions") if isinstance(record, Push) else None
+                        raise RunFailed(f"a {fields['of']} came of block {absent[0]}, which is not here")
+                    versions = wholes(fields, "versions")
                 _, number = custody.change(record, versions)
                 self._counts["records"] += 1
             with ExitStack() as failed:
@@ -289,7 +304,7 @@ class Server:
 
     def _count(self, push: Push, outcomes: list[Outcome]) -> None:
         self._counts["pushes"] += 1
+        self._counts["bytes"] += sum(tensor.nbytes for tensor in push.arrays().values())
         for part, outcome in zip(push.parts, outcomes, strict=True):
             self._counts[outcome.state] += 1
             self._counts["rows"] += 0 if part.rows is None else len(part.rows)
-            self._counts["bytes"] += sum(tensor.nbytes for tensor in (part.values, part.rows) if tensor is not None)

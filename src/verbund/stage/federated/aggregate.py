@@ -153,7 +153,7 @@ class Aggregator:
             **self._written(after, rule),
             **self._spent(protection),
             "loss": None,
-            "weight": summed["weight"],
+            "weight": summed["weight"] if self._job.strategy.exchange.rule.by_samples else 0.0,
             "norm": {"mean": None, "max": None, "step": norm(change)},
             "agreement": None,
             "metrics": evaluation.merged(self._job, states),

@@ -52,8 +52,6 @@ class Client:
     """Since when it has no connection, if it has none."""
     joined: bool = False
     refuses: bool = False
-    upload: str = ""
-    """The file that it is sending."""
     past: tuple[int, int] = (0, 0)
     """Bytes received and sent over connections that have ended."""
 
@@ -283,15 +281,15 @@ class Desk:
         size, offset = (number(message.fields, key) for key in ("size", "offset"))
         updates = self._journal.updates
         with self.changed:
-            client, rounds = self.clients[name], self._journal.rounds
+            rounds = self._journal.rounds
             if not (self._asked_secretly(name) if rounds.terms.secure else self._asked_to_train(name)):
                 return self._reply("passed")  # its update will be told why it does not count
             if size > 4 * _size(self._journal) + (1 << 20):
                 raise InputError(f"an update of {size} bytes is too large for this model")
-            if client.upload != digest and not updates.whole(digest):
-                if client.upload:
-                    updates.drop(client.upload, name)
-                client.upload = digest
+            former, whole = self._journal.uploads.get(name, ""), updates.whole(digest)
+            if former not in ("", digest) and not whole:
+                updates.drop(former, name)
+            self._journal.uploads[name] = digest
         part = message.arrays.get("part")
         if part is None:
             return self._reply("have", bytes=updates.received(digest, size, name))
@@ -318,6 +316,8 @@ class Desk:
                     self._notify(f"the update of {name} is refused: {why}")
                 else:  # the round may have been closed in the meantime
                     events, answer = self._journal.rounds.update(name, round_, digest, facts)
+                    if events and self._journal.exchanges is None and not self._journal.updates.whole(digest):
+                        return self._reply("missing")
                     self._journal.record(events)
                 self.changed.notify_all()
         with self.changed:

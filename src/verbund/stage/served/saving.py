@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,23 +53,50 @@ class Saver:
         self._asked: list[Message | Exception] = []
         self._tries = 0
 
-    def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        last: bool = False,
+        kept: Iterable[Piece] = (),
+        others: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """Copies all that is saved, here and on the servers, and lets it be written in the background.
 
         Args:
             step: after which.
             state: of the training.
             last: nobody trains until it is written, so that it can be done once more if a server is lost.
+            kept: what this worker keeps between steps.
+            others: what `keep` has given to workers of other islands.
         """
         self.wait()
         mesh = self._replica.mesh
         own = [piece for kind in _KINDS for piece in self._replica.pieces(kind) if piece.name not in self._served]
         if mesh.place("data"):
             own = [replace(piece, owner=False) for piece in own]
-        copied = self._snapshot.take(own)
+        copied = self._snapshot.take([*own, *kept])
         if mesh.leads:
             self._ask(step)
-        self._background.start(step, lambda: self._write(step, copied, state, last))
+        self._background.start(step, lambda: self._write(step, copied, state, last, others))
+
+    def keep(self, step: int, place: int, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Writes what this worker keeps between steps, for a checkpoint that another island leads; nobody trains.
+
+        Args:
+            step: after which.
+            place: of its island among all that keep something.
+            pieces: what it keeps.
+
+        Returns:
+            for `save`: what was written, or the `failure`.
+        """
+        mesh = self._replica.mesh
+        part = mesh.world * (1 + place) + len(self._client.view.seats) + mesh.rank
+        try:
+            return write_part(checkpoint.partial_folder(self._checkpoints, step), part, pieces)
+        except CheckpointError as error:
+            return {"failure": str(error)}
 
     def wait(self) -> None:
         """Waits until the save under way is written; see `Background.wait`."""
@@ -86,7 +114,9 @@ class Saver:
         spec = self._worker.spec
         return f"{spec.name}, {spec.life}, {self._tries}"
 
-    def _write(self, step: int, pieces: list[Piece], state: dict[str, Any], last: bool) -> None:
+    def _write(
+        self, step: int, pieces: list[Piece], state: dict[str, Any], last: bool, others: Sequence[dict[str, Any]]
+    ) -> None:
         rank, leads = self._replica.mesh.rank, self._replica.mesh.leads
         start = time.monotonic()
         record: dict[str, Any] = {}
@@ -95,6 +125,11 @@ class Saver:
             record = write_part(checkpoint.partial_folder(self._checkpoints, step), rank, pieces)
         except Exception as error:  # whatever it is, the run goes on and the user is told
             failure = f"{error}" or type(error).__name__
+        if leads and failure is None:
+            failure = next((str(other["failure"]) for other in others if "failure" in other), None)
+            for other in others if failure is None else ():
+                record["files"] += other["files"]
+                record["tensors"] += other["tensors"]
         self._tell(step, rank, record, state if leads else None, failure, start, self._worker.spec.name)
         if not leads:
             return

@@ -8,6 +8,7 @@ from typing import Any
 
 from verbund.cluster.worker import Worker
 from verbund.comm.wire import Message
+from verbund.exchange.parameter_server.custody import Custody
 from verbund.exchange.parameter_server.server import Server
 from verbund.job import Job
 from verbund.mesh import device
@@ -46,16 +47,8 @@ def work(worker: Worker) -> dict[str, Any]:
     generation = spec.life + 1
     deadline = job.cluster.step_deadline
     recovered = folder is not None and bool(view.seats[spec.rank].address)
-    server = Server(
-        plan,
-        spec.rank,
-        generation,
-        folder,
-        meeting.credentials(worker),
-        deadline,
-        coordination.joined,
-        closing=links.sample,
-    )
+    custody = Custody(plan, spec.rank, generation, folder, meeting.credentials(worker), deadline, coordination.joined)
+    server = Server(custody, closing=links.sample)
     listening = meeting.listener(worker)
     threading.Thread(target=server.serve, args=(listening,), name="accepting", daemon=True).start()
     coordination.watch(server.see)

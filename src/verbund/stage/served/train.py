@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from verbund import checkpoint
+from verbund.checkpoint.read import Checkpoint
 from verbund.cluster.worker import Worker
 from verbund.exchange.parameter_server.binding import Binding
 from verbund.exchange.parameter_server.client import Client
+from verbund.exchange.parameter_server.left_out import CompressedPushes
 from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.exchange.parameter_server.served_rows import ServedRows, blocks_of
 from verbund.job import Job
@@ -46,7 +48,7 @@ def work(worker: Worker) -> dict[str, Any]:
         replica.optimizer.state.clear()  # servers have read theirs
     settings = outer.strategy.exchange
     binding = Binding(replica, blocks_of(remote, settings.servers), settings.block_bytes)
-    plan = binding.plan(settings, outer.train.optimizer, outer.strategy.islands)
+    plan = binding.plan(settings, outer.train, outer.strategy.islands)
     coordination = meeting.coordination(worker, outer.cluster.step_deadline)
     generation = spec.life + 1
     known = coordination.enter(island.number, generation, plan)
@@ -61,7 +63,11 @@ def work(worker: Worker) -> dict[str, Any]:
         settings.row_cache,
     )
     rows = ServedRows(remote, client, plan, replica.groups.batch)
-    served = Served(plan, binding, rows, client, coordination)
+    compressed = CompressedPushes(plan, island.number, outer.seed)
+    if source and generation == 1 and island.number < outer.strategy.islands:  # others come to what has gone on since
+        with Checkpoint.open(_still_there(Path(source), checkpoints), verify=False) as saved:
+            compressed.load(saved, binding.numbers, island.number, outer.strategy.islands)
+    served = Served(plan, binding, rows, compressed, client, coordination)
     if island.number == 0 and not known["begun"]:
         worker.doing("giving the servers their first values", int(known["rested"]))
         _begin(served, island, source, int(known["rested"]))

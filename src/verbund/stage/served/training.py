@@ -6,19 +6,21 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from verbund.checkpoint.piece import Piece
 from verbund.cluster.worker import Worker
 from verbund.data.loader import Batch, Item, Loader
 from verbund.errors import RunFailed
 from verbund.exchange.parameter_server.binding import Binding
 from verbund.exchange.parameter_server.client import Client
-from verbund.exchange.parameter_server.coordination import Coordination, End, Leased, Rest
+from verbund.exchange.parameter_server.coordination import Coordination, End, Keep, Leased, Rest
+from verbund.exchange.parameter_server.left_out import CompressedPushes
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.exchange.parameter_server.push import Outcome, Part
 from verbund.exchange.parameter_server.served_rows import ServedRows
@@ -33,24 +35,25 @@ from verbund.stage.judge import Judge
 from verbund.stage.paces import Paces
 from verbund.stage.recording import count
 from verbund.stage.saving import state_of
+from verbund.stage.served.progress import Progress
 from verbund.stage.served.saving import Saver
 from verbund.stage.served.staleness import Staleness
 from verbund.stage.tickets import Tickets
 from verbund.stage.validate import evaluate
 
-_PROGRESS_SECONDS = 0.1
 _AHEAD_SECONDS, _AHEAD = 0.05, 16
 """Time and number of tickets that a worker may have leased ahead: what others wait for at a rest."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a worker has of the servers: the plan, where its blocks and rows lie in the model, the lines to servers and
-    coordinator."""
+    """What a worker has of the servers: the plan, where its blocks and rows lie in the model, what it pushes them as,
+    the lines to servers and coordinator."""
 
     plan: Plan
     binding: Binding
     rows: ServedRows
+    compressed: CompressedPushes
     client: Client
     coordination: Coordination
 
@@ -84,14 +87,15 @@ class Training:
         self.tickets = Tickets(island.train_set, outer, self.mesh, replica.division.unit)
         self.total_steps: int | None = worker.settings["total_steps"]
         self.staleness = Staleness()
+        self.compressed = served.compressed
         self.step = self._begin = begin
         self.loss = math.nan
         self._versions: dict[int, int] = {}
         self._fresh = False
         """Whether the model has what the servers had after this island's last push."""
         self._count = 0
-        self._reported, self._reported_step = 0.0, begin
-        self._to_train: queue.Queue[Leased | Rest | End | Exception] = queue.Queue()
+        self.progress = Progress(worker, self.tickets, begin, says=island.number == 0 and self.leads)
+        self._to_train: queue.Queue[Leased | Rest | Keep | End | Exception] = queue.Queue()
         self._to_read: queue.Queue[int | None] = queue.Queue()
         self._turned = threading.Condition()
         self._least_ahead = 1 + (outer.data.prefetch if island.train_set.source.slow else 0)
@@ -122,23 +126,24 @@ class Training:
                     break
                 if isinstance(item, Rest):
                     self._rest(item)
-                    continue
-                self.journal.add("communicate", item.ticket, waited, time.monotonic_ns())
-                self._train(item, batches)
+                elif isinstance(item, Keep):
+                    self._keep(item)
+                else:
+                    self.journal.add("communicate", item.ticket, waited, time.monotonic_ns())
+                    self._train(item, batches)
         finally:
             self._to_read.put(None)
             loader.close()
         self.worker.doing("ending", self.step)
         self.saver.wait()  # an island may go while a save that it leads is under way
-        self._reported = 0.0
-        self._say(item.step)
+        self.progress.say(item.step, self.loss, last=True)
         self.links.sample()  # while there are connections
         self.client.close()
         self.coordination.close()
         return {
             "stopped_by": item.reason,
             "steps": item.step,
-            "samples": self._samples_before(item.step),
+            "samples": self.progress.samples_before(item.step),
             "threads": self.island.threads,
             "randomness": self.replica.randomness.report(),
         }
@@ -208,7 +213,7 @@ class Training:
                 fix="Lower `train.optimizer.lr`, or add a warm-up",
             )
         self.rows.add_up()
-        factor = self.replica.settle(sizes, sums, self.rows.square)
+        factor = self.replica.settle(sizes, sums, self.rows.square, clips=self.plan.rule.clip is None)
         self._push(leased, sums.weight, factor)
         self._done(ticket, start)
         self._record(leased, sums.weight, sum(sizes))
@@ -256,7 +261,7 @@ class Training:
         share = sum(self._own(ticket)) / total if total else 0.0
         # Sums are no gradients: nothing divides or clips them.
         scale = factor * weight if factor is not None else 1.0
-        parts = []
+        parts: list[Part] = []
         for number, values in self.binding.gradients(share):
             if self.plan.blocks[number].kind == "sum" and values is not None:
                 values = values / scale
@@ -272,6 +277,7 @@ class Training:
         if self.plan.rule.consistency == "bounded":
             rate *= share  # each share is a step of its own
         if self.binding.speaks:
+            parts = self.compressed.encoded(ticket, parts, factor, leased.again)
             told: dict[str, Any] = {
                 "weight": weight if factor is not None else 0.0,
                 "share": self.mesh.island,
@@ -283,6 +289,9 @@ class Training:
                 outcomes = self.client.push(ticket, parts, **told)
             else:
                 outcomes, self._versions = self.client.push_pull(ticket, parts, self.binding.targets(), **told)
+            self.compressed.settle(parts, outcomes)
+        if self.plan.rule.clip is not None and self.leads:
+            self.client.clip(ticket)
         if not self.divided:
             self.binding.pulled()
         behind = max((ticket - version for version in pulled.values()), default=0) if self.divided else None
@@ -308,7 +317,8 @@ class Training:
             start = time.monotonic_ns()
             self.worker.doing("saving", self.step)
             self.write()
-            self.saver.save(self.step, state, last=ends)
+            kept, others = self._gathered()
+            self.saver.save(self.step, state, ends, kept, others)
             if ends:
                 self.saver.wait()
             self.journal.add("checkpoint", self.step, start, time.monotonic_ns())
@@ -317,9 +327,29 @@ class Training:
         # Nobody of the island may ask for more before that.
         self.island.groups.island.all_reduce(torch.zeros(1), "the end of a rest")
         self._fresh = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """What was due while all rest is done; the next ticket may be asked for."""
         with self._turned:
             self._resting = False
             self._turned.notify()
+
+    def _gathered(self) -> tuple[Iterable[Piece], Sequence[dict[str, Any]]]:
+        """What this worker keeps between steps, and what those of other islands have written of theirs."""
+        if not self.compressed.keeps:
+            return (), ()
+        own, others = self.coordination.gather(self.step)
+        self.island.groups.island.all_reduce(torch.zeros(1), "the gathering of what islands keep")
+        return self.compressed.pieces(self.binding.numbers, own.place, own.of), others
+
+    def _keep(self, wanted: Keep) -> None:
+        """Writes what this worker keeps between steps, while another island leads."""
+        self.worker.doing("saving", wanted.step)
+        pieces = self.compressed.pieces(self.binding.numbers, wanted.place, wanted.of)
+        record = self.saver.keep(wanted.step, wanted.place, pieces)
+        self.coordination.kept(self.island.mesh.rank, wanted.step, record)
+        self._go_on()
 
     def _validate(self, judge: Judge) -> str | None:
         assert self.island.validation_set is not None
@@ -337,19 +367,10 @@ class Training:
             self.job,
             self.worker.settings["data"],
             self.step,
-            self._samples_before(self.step),
+            self.progress.samples_before(self.step),
             time.monotonic() - self.worker.settings["begun"],
             judge,
             loss_scale=self.replica.loss_scale.state() if self.replica.loss_scale else None,
-        )
-
-    def _samples_before(self, step: int) -> int:
-        """The samples of all tickets before."""
-        whole, left = divmod(step, self.tickets.lengths.per_epoch)
-        return sum(
-            times * sum(sum(self.tickets.sizes(ticket)) for ticket in range(count))
-            for times, count in ((whole, self.tickets.lengths.per_epoch), (1, left))
-            if times
         )
 
     # -- what is recorded ----------------------------------------------------------------------------------------
@@ -360,20 +381,10 @@ class Training:
             rate = self.job.train.optimizer.lr * schedule.factor(self.job.train.schedule, ticket, self.total_steps)
             self.journal.step(ticket, self.loss, weight, size, rate)
         # Of undivided tickets those of the other islands may be done in any order.
-        self._say(ticket + 1 if self.divided else max(leased.low, self._begin + self._count + 1))
+        done = ticket + 1 if self.divided else max(leased.low, self._begin + self._count + 1)
+        self.progress.say(done, self.loss)
         if self.journal.due:
             self.write()
-
-    def _say(self, step: int) -> None:
-        """Tells the supervisor how far all are, now and then."""
-        now, former = time.monotonic(), self._reported_step
-        waits = now - self._reported < _PROGRESS_SECONDS or step <= former
-        if self.island.number or not self.leads or waits or not math.isfinite(self.loss):
-            return
-        samples = sum(sum(self.tickets.sizes(ticket)) for ticket in range(former, step)) if self._reported else 0
-        speed = samples / (now - self._reported)
-        self.worker.mention("progress", step=step, loss=self.loss, samples_per_second=speed)
-        self._reported, self._reported_step = now, step
 
     def write(self) -> None:
         """Writes what was recorded, and the running totals, to the journal."""
@@ -386,3 +397,5 @@ class Training:
         count(journal, self.links)
         journal.totals("held", **self.replica.held_bytes())
         journal.totals("served", **self.staleness.totals())
+        if (method := self.plan.compression.name) != "none":
+            journal.totals("compression", method=method, **asdict(self.compressed.totals))

@@ -35,6 +35,7 @@ def settings(steps: int) -> dict[str, Any]:
         "checkpoint.every": 1,
         "checkpoint.keep": steps + 1,
         "checkpoint.disk_budget_mb": None,
+        "strategy.exchange.compression": "none",
     }
 
 
