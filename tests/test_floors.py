@@ -15,7 +15,7 @@ FLOORS: list[tuple[str, ...]] = [
      "randomness", "tables"),
     ("task", "interop.huggingface", "interop.smollm2",
      "data", "comm", "checkpoint", "run", "observe.events", "observe.journal", "observe.network", "observe.memory",
-     "observe.energy", "observe.progress", "observe.directions", "observe.garbage"),
+     "observe.appended", "observe.energy", "observe.progress", "observe.directions", "observe.garbage"),
     ("cluster",),
     ("mesh", "exchange", "plan"),
     ("stage",),

@@ -36,6 +36,8 @@ from verbund.checkpoint.store import sweep
 from verbund.errors import InputError, RunFailed, VerbundError
 from verbund.job import Job
 
+JOURNAL, CHECKPOINTS = "journal", "checkpoints"
+"""Folders of a run's directory."""
 _VERSION = 1
 _LATEST = "latest"
 
@@ -95,11 +97,11 @@ class Run:
 
     @property
     def journal(self) -> Path:
-        return self.path / "journal"
+        return self.path / JOURNAL
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def report(self) -> Path:

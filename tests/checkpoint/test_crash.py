@@ -55,7 +55,7 @@ def ticking(tick: Tick) -> Iterator[None]:
 
             patch.setattr(os, name, ticked)
         patch.setattr("verbund.checkpoint.write._CHUNK", 64)
-        patch.setattr("verbund.checkpoint.write._BUFFER", 32)
+        patch.setattr("verbund.comm.files.location._BUFFER", 32)
         patch.setattr("verbund.checkpoint.write.hashlib", SimpleNamespace(sha256=lambda: _Ticking(tick)))
         yield
 

@@ -132,7 +132,7 @@ def test_too_few_slots(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**EXTERNAL, "strategy.mesh": {"data": 3}, "cluster.join_within": 0.5})
     (tmp_path / "cache").mkdir()
     said: list[str] = []
-    cluster = ExternalCluster(job, tmp_path / "cache", [], [], {}, said.append)
+    cluster = ExternalCluster(job, tmp_path / "cache", [], {}, said.append)
     try:
         joiner = dial(cluster.meeting, "join", -1)
         joiner.send("offer", {"address": "127.0.0.1", "slots": 2, "rank": None, "versions": versions()})
@@ -173,7 +173,7 @@ def test_who_is_turned_away(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**EXTERNAL, "cluster.trusted_network": "127.0.0.1/32", "cluster.join_within": 0.5})
     said: list[str] = []
     (tmp_path / "cache").mkdir()
-    cluster = ExternalCluster(job, tmp_path / "cache", [], [], {}, said.append)
+    cluster = ExternalCluster(job, tmp_path / "cache", [], {}, said.append)
     offer = {"address": "127.0.0.1", "slots": 1, "rank": None, "versions": versions()}
     wrong: list[tuple[dict[str, object], str]] = [
         ({**offer, "versions": {**versions(), "torch": "2.0.0"}}, "has torch 2.0.0 (here "),
@@ -278,7 +278,7 @@ def test_a_machine_with_too_few_slots_is_turned_away_where_no_network_is_trusted
     job = make_job(changes={"cluster.kind": "external", "strategy.mesh": {"data": 2}, "cluster.join_within": 30.0})
     (tmp_path / "cache").mkdir()
     said: list[str] = []
-    cluster = ExternalCluster(job, tmp_path / "cache", [], [], {}, said.append)
+    cluster = ExternalCluster(job, tmp_path / "cache", [], {}, said.append)
 
     def wait() -> None:
         with pytest.raises(Interrupted):

@@ -34,7 +34,7 @@ CHANGES = {
 
 @contextmanager
 def cluster_of(job: Job, folder: Path) -> Iterator[HostsCluster]:
-    cluster = HostsCluster(job, folder, [], [], {})
+    cluster = HostsCluster(job, folder, [], {})
     try:
         yield cluster
     finally:
@@ -60,13 +60,13 @@ def test_who_does_not_know_the_secret_is_turned_away(make_job: MakeJob, tmp_path
 def test_a_name_outside_of_the_trusted_network(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**CHANGES, "cluster.hosts": ["localhost"], "cluster.trusted_network": "10.0.0.0/8"})
     with pytest.raises(InputError, match=r"`localhost` has the address .*, which does not lie in"):
-        HostsCluster(job, tmp_path, [], [], {})
+        HostsCluster(job, tmp_path, [], {})
 
 
 def test_an_unknown_name(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(changes={**CHANGES, "cluster.hosts": ["no-such-host.invalid"]})
     with pytest.raises(InputError, match=r"the host `no-such-host\.invalid` is not known"):
-        HostsCluster(job, tmp_path, [], [], {})
+        HostsCluster(job, tmp_path, [], {})
 
 
 UNUSABLE = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import MLP, MakeJob, losses, wait_for
 from lab import Lab, missing
 from lab.runs import ENDLESS, VERBUND, ended, start, train, write
 from processes import MARKED, gone, step_of
+from trained import close
 from verbund.run import Run
 from verbund.stage import launch
 
@@ -181,13 +183,26 @@ def test_a_command_that_reaches_no_host(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_that_does_not_share_the_files(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    hidden = f'mount -t tmpfs none {shlex.quote(str(tmp_path / "cache"))} && exec "$@"'
-    write(lab, make_job, tmp_path, {"cluster.command": f"ip netns exec {{host}} sh -c {shlex.quote(hidden)} -"})
+def test_a_host_that_sees_the_task_alone(
+    lab: Lab, make_job: MakeJob, tmp_path: Path, temporary: Path, shared_cluster: object
+) -> None:
+    """It has the data sent, and its journal and its part of the save are the command's."""
+    alone = launch.train(make_job(MLP, {"data.validation_fraction": 0.2}), tmp_path / "alone")
+    shutil.rmtree(tmp_path / "cache")  # as its tests have left it
+    hidden = [tmp_path / "cache", tmp_path / "run"]
+    for folder in hidden:
+        folder.mkdir()
+    hide = " && ".join(f"mount -t tmpfs none {shlex.quote(str(folder))}" for folder in hidden)
+    inside = shlex.quote(f'{hide} && exec "$@"')
+    command = f"ip netns exec {{host}} env XDG_CACHE_HOME={temporary} sh -c {inside} -"
+    write(lab, make_job, tmp_path, {"cluster.command": command, "data.validation_fraction": 0.2})
     done = train(lab, tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert f"host {lab.hosts[1]}: does not see what lies in {tmp_path / 'cache'} on this machine" in done.stderr
+    assert done.returncode == 0, done.stderr
+    run = Run.open(tmp_path / "run")
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    close(run, alone, 1e-5)
+    assert [path.name for path in (temporary / "verbund").iterdir()] == ["data"]
+    assert {path.name for path in run.journal.iterdir()} >= {"worker-0-1.jsonl", "worker-1-1.jsonl"}
 
 
 def test_a_host_with_another_python_path(lab: Lab, make_job: MakeJob, tmp_path: Path) -> None:

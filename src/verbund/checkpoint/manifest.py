@@ -27,6 +27,7 @@ from typing import Any
 
 from verbund.checkpoint.box import Box, uncovered
 from verbund.checkpoint.sparse import StoredRows
+from verbund.comm.files import Location
 from verbund.errors import CheckpointError
 
 FORMAT = "verbund checkpoint"
@@ -107,7 +108,7 @@ class StoredTensor:
 class Manifest:
     """What a checkpoint holds. `Manifest.open` reads one, `Manifest.gather` makes one of what was saved."""
 
-    def __init__(self, folder: Path, raw: dict[str, Any]) -> None:
+    def __init__(self, folder: Location, raw: dict[str, Any]) -> None:
         """Checks `raw` whole; nothing in it is trusted.
 
         Raises:
@@ -136,17 +137,17 @@ class Manifest:
         self._check_places()
 
     @staticmethod
-    def open(folder: Path, verify: bool = True) -> Manifest:
+    def open(folder: Location, verify: bool = True) -> Manifest:
         """Reads a checkpoint's manifest and checks that all its files are there, of the right size.
 
         Args:
-            folder: the checkpoint.
+            folder: the checkpoint; of one at the run's owner, who has done so, files are not looked at.
             verify: also compare the content of every file with its hash.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
         """
-        if not folder.is_dir():
+        if isinstance(folder, Path) and not folder.is_dir():
             raise CheckpointError("there is no such checkpoint", where=str(folder))
         path = folder / MANIFEST
         content = _read_limited(path, MANIFEST_LIMIT)
@@ -163,10 +164,11 @@ class Manifest:
             manifest = Manifest(folder, raw)
         except ValueError as error:
             raise _damaged(path, str(error)) from None
-        for name, file in manifest.files.items():
-            check_file(folder / name, file)
-        if verify:
-            manifest.verify()
+        if isinstance(folder, Path):
+            for name, file in manifest.files.items():
+                check_file(folder / name, file)
+            if verify:
+                manifest.verify()
         return manifest
 
     @staticmethod
@@ -242,11 +244,13 @@ class Manifest:
         Raises:
             CheckpointError: naming the first file that differs.
         """
+        folder = self.folder
+        assert isinstance(folder, Path)
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            hashes = pool.map(lambda name: _sha256(self.folder / name), self.files)
+            hashes = pool.map(lambda name: _sha256(folder / name), self.files)
             for (name, file), found in zip(self.files.items(), hashes, strict=True):
                 if found != file.sha256:
-                    raise _damaged(self.folder / name, "its content differs from the hash in the manifest")
+                    raise _damaged(folder / name, "its content differs from the hash in the manifest")
 
     def names(self, kind: str) -> list[str]:
         """The global names of this kind, in the order of saving."""
@@ -310,11 +314,16 @@ def hash_line(content: bytes) -> bytes:
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
+def _damaged(path: Location, what: str) -> CheckpointError:
     return CheckpointError(what, where=str(path), fix="This checkpoint is damaged; take an earlier one")
 
 
-def _read_limited(path: Path, limit: int) -> bytes:
+def _read_limited(path: Location, limit: int) -> bytes:
+    if not isinstance(path, Path):
+        content = path.read(limit + 1)
+        if len(content) > limit:
+            raise _damaged(path, f"is larger than the limit of {limit} bytes")
+        return content
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)

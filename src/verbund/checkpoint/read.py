@@ -15,7 +15,9 @@ from torch import Tensor
 from verbund.checkpoint.box import Box
 from verbund.checkpoint.manifest import DTYPES, Manifest, StoredBox, StoredTensor
 from verbund.checkpoint.piece import dtype_name
+from verbund.checkpoint.remote import RemoteShard
 from verbund.checkpoint.sparse import Filler, StoredRows
+from verbund.comm.files import Location
 from verbund.errors import CheckpointError
 from verbund.randomness.rows import born
 
@@ -25,7 +27,8 @@ _RUN = 1 << 16
 
 
 class Checkpoint:
-    """A saved state of a run. Reads boxes from mapped files; never the whole model.
+    """A saved state of a run. Reads boxes from mapped files, or from the run's owner; never the
+    whole model.
 
     Use it as a context manager, or `close` it, to give the mapped files back.
     """
@@ -35,11 +38,11 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
 
     @staticmethod
-    def open(path: Path, verify: bool = True) -> Checkpoint:
+    def open(path: Location, verify: bool = True) -> Checkpoint:
         """Opens a checkpoint's folder.
 
         Args:
-            path: the folder.
+            path: the folder; of one at the run's owner only the boxes that are read travel.
             verify: compare every file with its hash. A worker whose supervisor has done so need not.
 
         Raises:
@@ -249,7 +252,8 @@ class Checkpoint:
         if file is None:
             if len(self._open) >= _OPEN_FILES:
                 self._open.pop(next(iter(self._open))).__exit__(None, None, None)
-            file = safe_open(self.manifest.folder / name, framework="pt", device="cpu")
+            path = self.manifest.folder / name
+            file = safe_open(path, framework="pt", device="cpu") if isinstance(path, Path) else RemoteShard(path)
             self._open[name] = file
         return file
 
@@ -260,7 +264,7 @@ class Checkpoint:
             fix="The model or optimiser is not the one that was saved",
         )
 
-    def _damaged(self, path: Path, what: str) -> CheckpointError:
+    def _damaged(self, path: Location, what: str) -> CheckpointError:
         return CheckpointError(what, where=str(path), fix="This checkpoint is damaged; take an earlier one")
 
 

@@ -20,10 +20,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from verbund.checkpoint import durable
 from verbund.checkpoint.manifest import MANIFEST, MANIFEST_HASH, Manifest, check_file, hash_line
+from verbund.comm.files import Location
 from verbund.errors import CheckpointError
 
 LATEST = "latest"
@@ -31,12 +32,19 @@ _COMMITTED = re.compile(r"step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
 _LEFTOVER = re.compile(r"\.step-([0-9]{8,18})(?:\.[0-9]{1,9})?\.(?:partial|pruned)")
 
 
-def partial_folder(checkpoints: Path, step: int) -> Path:
-    """The folder that the parts of a save are written to until it is committed; made if it is not there.
+@overload
+def partial_folder(checkpoints: Path, step: int) -> Path: ...
+@overload
+def partial_folder(checkpoints: Location, step: int) -> Location: ...
+def partial_folder(checkpoints: Location, step: int) -> Location:
+    """The folder that the parts of a save are written to until it is committed; made if it is not there. The run's
+    owner makes it when the first part comes.
 
     Raises:
         CheckpointError: if it cannot be made, e.g. because the run's directory is gone: that is not made anew.
     """
+    if not isinstance(checkpoints, Path):
+        return checkpoints / _partial_name(step)
     folder = _partial(checkpoints, step)
     try:
         try:
@@ -288,7 +296,11 @@ def _renamed(path: Path, grave: Path) -> bool:
 
 
 def _partial(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f".step-{step:08d}.partial"
+    return checkpoints / _partial_name(step)
+
+
+def _partial_name(step: int) -> str:
+    return f".step-{step:08d}.partial"
 
 
 def _order(name: str) -> tuple[int, int]:

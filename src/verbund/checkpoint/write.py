@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,20 +17,20 @@ from verbund.checkpoint import durable
 from verbund.checkpoint.manifest import DTYPES
 from verbund.checkpoint.piece import Piece, dtype_name
 from verbund.checkpoint.sparse import StoredRows
+from verbund.comm.files import Location, new_file
 from verbund.errors import CheckpointError
 
 SHARD_BYTES = 1 << 30
 _CHUNK = 4 << 20
-_BUFFER = 1 << 20
 
 
-def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
+def write_part(folder: Location, part: int, pieces: Iterable[Piece], shard_bytes: int = SHARD_BYTES) -> dict[str, Any]:
     """Writes what this process owns to `part-00000-0.safetensors` and following, and syncs them.
 
     Hashing and writing release the interpreter's lock, so this runs in a thread beside training.
 
     Args:
-        folder: what `partial_folder` made.
+        folder: what `partial_folder` gave.
         part: this process's number among those that save.
         pieces: all pieces of this process; those it does not own are only noted, so that `commit` finds one
             without any owner.
@@ -44,6 +43,7 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written.
+        VerbundError: if the folder lies at the run's owner, who cannot write it or is not reached.
     """
     owned: list[Piece] = []
     held: dict[str, list[str]] = {}
@@ -55,17 +55,19 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
     files: list[dict[str, Any]] = []
     tensors: list[dict[str, Any]] = []
     for index, shard in enumerate(_shards(owned, shard_bytes)):
-        path = folder / f"part-{part:05d}-{index}.safetensors"
+        name = f"part-{part:05d}-{index}.safetensors"
+        path = folder / name
         try:
             sha256, size, keys = _write_shard(path, shard)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            if isinstance(path, Path):
+                path.unlink(missing_ok=True)
             raise CheckpointError(
                 durable.reason(error),
                 where=str(path),
                 fix=durable.remedy(error),
             ) from None
-        files.append({"name": path.name, "sha256": sha256, "bytes": size})
+        files.append({"name": name, "sha256": sha256, "bytes": size})
         tensors += [
             {
                 "kind": piece.kind,
@@ -74,7 +76,7 @@ def write_part(folder: Path, part: int, pieces: Iterable[Piece], shard_bytes: in
                 "dtype": dtype_name(piece.dtype),
                 "offset": list(piece.offset),
                 "length": list(piece.length),
-                "file": path.name,
+                "file": name,
                 "key": key,
                 **_rows_record(piece, key),
             }
@@ -97,7 +99,7 @@ def _shards(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
         yield shard
 
 
-def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str]]:
+def _write_shard(path: Location, shard: Sequence[Piece]) -> tuple[str, int, list[str]]:
     """Writes one file in the safetensors format: u64 length of the header, JSON header, tensors without gaps.
 
     The library would write and leave the hash to a second pass over the file.
@@ -111,7 +113,7 @@ def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str
     head, order = header([(key, dtype_name(tensor.dtype), tensor.shape) for key, tensor in tensors.items()])
     digest = hashlib.sha256()
     size = 0
-    with open(path, "wb", buffering=_BUFFER) as file:
+    with new_file(path) as file:
         for content in (
             memoryview(head),
             *(raw_bytes(contents[i]) for i in order),
@@ -121,8 +123,7 @@ def _write_shard(path: Path, shard: Sequence[Piece]) -> tuple[str, int, list[str
                 digest.update(chunk)
                 file.write(chunk)
             size += len(content)
-        file.flush()
-        os.fsync(file.fileno())
+        file.finish(digest.hexdigest())
     return digest.hexdigest(), size, keys
 
 

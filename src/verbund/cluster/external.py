@@ -15,6 +15,7 @@ from verbund.cluster import host as hosts_
 from verbund.cluster.forked import PRELOAD
 from verbund.cluster.invitation import Invitation
 from verbund.cluster.joined import JoinedServer, judge
+from verbund.cluster.server import WarmServer
 from verbund.cluster.spread import SpreadCluster, break_after
 from verbund.comm.rendezvous import Meeting
 from verbund.comm.wire import Connection
@@ -27,6 +28,7 @@ Tell = Callable[[str], None]
 
 _TURN = 0.05
 _MOST_JOINERS = 4096
+_TELL_SECONDS = 5.0
 
 
 class ExternalCluster(SpreadCluster):
@@ -34,8 +36,7 @@ class ExternalCluster(SpreadCluster):
 
     Args:
         job: whose `cluster` says where, and who may join.
-        scratch: a folder that all hosts see.
-        shared: folders that they must see besides.
+        scratch: a folder for what lasts no longer than the cluster.
         preload: modules that the job needs besides, to be imported once.
         environment: variables of the processes; what a host has set stays as it is.
         tell: tells the user how to join.
@@ -45,14 +46,13 @@ class ExternalCluster(SpreadCluster):
         self,
         job: Job,
         scratch: Path,
-        shared: Sequence[Path],
         preload: Sequence[str],
         environment: Mapping[str, str],
         tell: Tell,
     ) -> None:
         self.invitation = invitation = Invitation.of(job, scratch)
         silence = break_after(job.cluster.lost_after)
-        super().__init__(job, Meeting.at(invitation.host, silence, invitation.port, invitation.secret), scratch, shared)
+        super().__init__(job, Meeting.at(invitation.host, silence, invitation.port, invitation.secret), scratch)
         self._tell = tell
         self._asked = {
             "orphan_grace": job.cluster.orphan_grace,
@@ -68,6 +68,8 @@ class ExternalCluster(SpreadCluster):
         """By the descriptors of their connections."""
         self._turned_away: list[str] = []
         self._stuck: ClusterLost | None = None
+        self._tells = 0.0
+        """When the user is told again how far hosts are."""
         try:
             self.joins_at = invitation.publish(int(self.meeting.address.rpartition(":")[2]))
         except InputError:
@@ -111,9 +113,11 @@ class ExternalCluster(SpreadCluster):
         needed = self._job.cluster.slots
         slots = needed[host] if isinstance(needed, list) else 1
         for one in sorted(self._joined.values(), key=_order):
-            if one not in self._servers and one.ready and one.offer and one.offer.slots >= slots:
+            if one not in self._servers and one.supplied and one.offer and one.offer.slots >= slots:
                 try:
                     self._welcome([one])
+                    if self._job.strategy.exchange.served and one.unseen:
+                        raise InputError("does not see the run's folder", where=f"host {one.offer.address}")
                 except VerbundError as error:
                     self._turned_away.append(str(error))
                     one.lost = one.lost or ClusterLost(str(error))
@@ -184,8 +188,19 @@ class ExternalCluster(SpreadCluster):
         for one in [*self._joined.values()]:
             if one.hear():
                 self._answer(one)
+            if one.ready and one not in self._servers:
+                self._supply_spare(one)
             if one.lost is not None:
                 self._forget(one)
+
+    def _supply_spare(self, one: JoinedServer) -> None:
+        """Who waits has what processes need before anybody needs it."""
+        try:
+            self._begin_supply(one)
+            self._check_supply(one)
+        except VerbundError as error:
+            if one.lost is None:
+                self._turn_away(one, error)
 
     def _unexpected(self, connection: Connection, role: str, number: int) -> None:
         if role == "join" and len(self._joined) < _MOST_JOINERS:
@@ -196,16 +211,14 @@ class ExternalCluster(SpreadCluster):
             self._poll(connection, found)
             found.greet(connection)
         else:
-            connection.close()
+            super()._unexpected(connection, role, number)
 
     def _answer(self, one: JoinedServer) -> None:
         assert one.offer is not None
         try:
             judge(one.offer, self._job.cluster.trusted_network, self._job.together)
         except VerbundError as error:
-            self._turned_away.append(str(error))
-            self._tell(f"turned away: {error}")
-            one.refuse(error)
+            self._turn_away(one, error)
             return
         name, taken = one.offer.address, [other.host.name for other in self._joined.values() if other.host]
         alike = 1
@@ -213,6 +226,19 @@ class ExternalCluster(SpreadCluster):
             alike += 1
             name = f"{one.offer.address}/{alike}"
         one.ask_it(name, self._asked)
+
+    def _tell_supply(self, waiting: Sequence[WarmServer]) -> None:
+        if time.monotonic() < self._tells:
+            return
+        self._tells = time.monotonic() + _TELL_SECONDS
+        for server in waiting:
+            if server.host is not None and server.supply.bytes:
+                self._tell(f"host {server.host.name} has got {server.supply.bytes / 1e6:.0f} MB of task and data")
+
+    def _turn_away(self, one: JoinedServer, error: VerbundError) -> None:
+        self._turned_away.append(str(error))
+        self._tell(f"turned away: {error}")
+        one.refuse(error)
 
     def _forget(self, one: JoinedServer) -> None:
         del self._joined[one.token]

@@ -11,6 +11,7 @@ from pathlib import Path
 from verbund.cluster.process import Exit, Process, ProcessSpec
 from verbund.cluster.server import WarmServer
 from verbund.cluster.starting import Starting
+from verbund.cluster.supplies import Supplies
 from verbund.comm.rendezvous import Listener, Meeting
 from verbund.comm.wire import Connection, WireError
 from verbund.errors import ClusterLost
@@ -56,8 +57,16 @@ class ForkedCluster:
         """The job as it stands: its hosts are known."""
         return job
 
-    def check_shared(self, folders: Sequence[Path]) -> None:
-        """Nothing to check on one machine."""
+    @property
+    def apart(self) -> list[str]:
+        """None on one machine."""
+        return []
+
+    def share(self, folders: Sequence[Path]) -> None:
+        """Nothing to do on one machine."""
+
+    def supply(self, supplies: Supplies) -> None:
+        """Nothing to do on one machine."""
 
     def start(self, specs: list[ProcessSpec], timeout: float = 60.0) -> list[Process]:
         """Forks a process per spec and waits until each has said hello; if one does not, none is left.

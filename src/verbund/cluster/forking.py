@@ -10,17 +10,21 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from verbund.cluster import host, worker
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.process import ProcessSpec
+from verbund.cluster.supplies import same_files
+from verbund.cluster.supply_child import SupplyChild
 from verbund.comm.parent import adopt_orphans, die_with_parent, end_children
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.title import entitle
 from verbund.comm.wire import Connection, WireError
 
 _ORPHAN_SECONDS = 0.3
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _END_SECONDS = 5.0
 
 
@@ -29,7 +33,7 @@ def serve(asked: dict[str, Any]) -> None:
 
     Args:
         asked: `meeting`, `number`, `orphan_grace`, `preload`; over several hosts also `address`, its own, and `folder`,
-            where the command runs.
+            where the command runs; and `keep`, where this host has what it gets from there even if it sees it.
     """
     meeting = Meeting.of(asked["meeting"])
     entitle("warm server")
@@ -53,21 +57,31 @@ def serve(asked: dict[str, Any]) -> None:
     children: dict[int, LastWords] = {}
     try:
         if "address" in asked:
-            connection.send("facts", host.facts(asked["address"], asked["folder"]))
+            connection.send("facts", host.facts(asked["address"], None if asked.get("keep") else asked["folder"]))
         for module in asked["preload"]:
             importlib.import_module(module)
+        _keep_compiled(asked.get("keep"))
         gc.collect()
         gc.freeze()
-        _serve(connection, meeting, wake_read, children)
+        _serve(connection, meeting, wake_read, children, asked.get("keep"))
     except WireError:
         _end(children, float(asked["orphan_grace"]))
     meeting.remove()
 
 
-def _serve(connection: Connection, meeting: Meeting, wake: int, children: dict[int, LastWords]) -> None:
+def _serve(
+    connection: Connection, meeting: Meeting, wake: int, children: dict[int, LastWords], keep: str | None
+) -> None:
     """Forks on request and reports who ended, until the supervisor is gone."""
+    supply: SupplyChild | None = None
     while True:
-        readable, _, _ = select.select([connection.fileno(), wake], [], [])
+        heard = [connection.fileno(), wake] + ([supply.fileno()] if supply is not None else [])
+        readable, _, _ = select.select(heard, [], [])
+        if supply is not None and supply.fileno() in readable:
+            for told in supply.told():
+                connection.send("supply", told)
+            if supply.ended:
+                supply = None
         if wake in readable:
             os.read(wake, 4096)
             for kind, fields in _changed(children):
@@ -79,10 +93,33 @@ def _serve(connection: Connection, meeting: Meeting, wake: int, children: dict[i
                 return
             if message.kind == "kill" and message.fields["pid"] in children:
                 os.kill(message.fields["pid"], signal.SIGKILL)
+            elif message.kind == "supply":
+                if supply is not None:
+                    supply.end()
+                supply = SupplyChild(meeting, message.fields["trees"], _cache(keep), keep is not None, connection)
+            elif message.kind == "same":
+                told = message.fields
+                same = keep is None and same_files(Path(told["folder"]), told["kind"], told["files"])
+                connection.send("same", {"same": same})
             elif message.kind == "shared":
-                connection.send("seen", {"missing": host.unseen(message.fields["marks"])})
+                marks = message.fields["marks"]
+                connection.send("seen", {"missing": marks if keep is not None else host.unseen(marks)})
             elif message.kind == "fork":
                 _fork(connection, meeting, ProcessSpec(**message.fields), children)
+
+
+def _keep_compiled(keep: str | None) -> None:
+    """What torch compiles is kept in this host's own cache where it does not see the command's."""
+    folder = os.environ.get(_COMPILED)
+    if folder is not None and (keep is not None or not Path(folder).parent.is_dir()):
+        os.environ[_COMPILED] = str(_cache(keep) / "compiled")
+
+
+def _cache(keep: str | None) -> Path:
+    """Where this host keeps what it gets from the command."""
+    from verbund.data.prepare import default_cache  # which takes its time
+
+    return Path(keep) if keep is not None else default_cache()
 
 
 def _fork(connection: Connection, meeting: Meeting, spec: ProcessSpec, children: dict[int, LastWords]) -> None:

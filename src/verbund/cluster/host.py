@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -29,20 +30,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def facts(address: str, folder: str) -> dict[str, Any]:
+def facts(address: str, folder: str | None) -> dict[str, Any]:
     """What this host is like; `problem` is why it cannot take part.
 
     Args:
         address: the host's own, as the job has it.
-        folder: where the command runs; this process goes there, so that relative paths mean the same.
+        folder: where the command runs; this process goes there if it can, so that relative paths mean the same. None:
+            it stays.
     """
-    problem = None
-    if not is_own(address):
-        problem = f"{address} is no address of this host"
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        problem = problem or f"does not see the folder {folder} ({error.strerror}), where the command runs"
+    problem = None if is_own(address) else f"{address} is no address of this host"
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
     return {"versions": versions(), "free": available_bytes(), "problem": problem}
 
 
@@ -53,7 +52,7 @@ def check(name: str, told: Mapping[str, Any]) -> None:
         InputError: if it cannot take part.
     """
     if told["problem"]:
-        raise InputError(str(told["problem"]), where=f"host {name}", fix="All hosts share the run's folders")
+        raise InputError(str(told["problem"]), where=f"host {name}", fix="Give the address that it has itself")
     here, there = versions(), told["versions"]
     unlike = [package for package in here if there.get(package) != here[package]]
     others = [f"{package} {there.get(package)} (here {here[package]})" for package in unlike]
@@ -90,12 +89,11 @@ def source_of(name: str, target: str) -> str:
 
 
 def mark(folder: Path) -> Path:
-    """A new file in a folder, by which others know it; the folder itself where nothing can be written."""
+    """A new file in a folder, by which others know it. Where nothing can be written there is none, and nobody sees
+    it: what cannot be proved is not taken for granted."""
     path = folder / f"{_MARK}{os.urandom(8).hex()}"
-    try:
+    with contextlib.suppress(OSError):
         path.touch(exist_ok=False)
-    except OSError:
-        return folder
     return path
 
 

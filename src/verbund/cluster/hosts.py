@@ -24,19 +24,16 @@ class HostsCluster(SpreadCluster):
 
     Args:
         job: whose `cluster` says which hosts, and how they are reached.
-        scratch: a folder that all hosts see.
-        shared: folders that they must see besides.
+        scratch: a folder for what lasts no longer than the cluster.
         preload: modules that the job needs besides, to be imported once.
         environment: variables of the processes; what a host has set stays as it is.
     """
 
-    def __init__(
-        self, job: Job, scratch: Path, shared: Sequence[Path], preload: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, job: Job, scratch: Path, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         self.hosts = [_host(name, job.cluster) for name in job.cluster.hosts]
         away = next((host for host in self.hosts if host.command), self.hosts[0])
         self.address = hosts_.source_of(away.name, away.address)
-        super().__init__(job, Meeting.at(self.address, break_after(job.cluster.lost_after)), scratch, shared)
+        super().__init__(job, Meeting.at(self.address, break_after(job.cluster.lost_after)), scratch)
         settings = {
             "orphan_grace": job.cluster.orphan_grace,
             "preload": [*PRELOAD, *preload],

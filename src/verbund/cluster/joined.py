@@ -84,6 +84,11 @@ class JoinedServer(WarmServer):
         return self.lost is None and self._serving
 
     @property
+    def supplied(self) -> bool:
+        """Whether its host has the files, too, that processes need."""
+        return self.ready and self.supply.places is not None
+
+    @property
     def _host(self) -> str:
         return self.host.name if self.host else self.control.peer.address or "here"
 

@@ -89,6 +89,7 @@ def join(
     own: str | None = None,
     within: float = 600.0,
     grace: float = 0.0,
+    keep: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Takes part in a run until that is over.
@@ -102,6 +103,8 @@ def join(
         within: seconds until the command must be there and take the offer.
         grace: seconds for which the first Ctrl-C or SIGTERM does not end it while the run needs it: whoever ends this
             machine often ends all, and the command needs them to save.
+        keep: the folder in which this machine has task and data, even if it sees those of the command; None: its
+            cache, and only what it does not see.
         tell: tells the user what goes on.
 
     Raises:
@@ -115,7 +118,7 @@ def join(
         except ValueError as error:
             raise InputError(str(error), where="arguments") from None
     with Interrupts() as interrupts:
-        joiner = _Joiner(address, secret, within, grace, tell, interrupts)
+        joiner = _Joiner(address, secret, within, grace, keep, tell, interrupts)
         connection, asked = joiner.accepted(slots, rank, own)
         try:
             joiner.serve(connection, asked)
@@ -130,11 +133,13 @@ class _Joiner:
         secret: Secret,
         within: float,
         grace: float,
+        keep: Path | None,
         tell: Callable[[str], None],
         interrupts: Interrupts,
     ) -> None:
         self._address, self._target = address, address
         self._secret, self._grace, self._tell, self._interrupts = secret, grace, tell, interrupts
+        self._keep = keep
         self._within, self._deadline = within, time.monotonic() + within
         self._leaves: float | None = None
         """When it leaves although the run needs it."""
@@ -234,6 +239,7 @@ class _Joiner:
     def _started(self, asked: dict[str, Any]) -> subprocess.Popen[bytes]:
         meeting = Meeting(f"tcp:{self._target}", None, self._secret, float(asked["lost_after"]))
         told = {**asked, "meeting": meeting.record(), "parent": os.getpid()}
+        told["keep"] = str(self._keep.absolute()) if self._keep is not None else None
         words = [sys.executable, "-P", "-m", "verbund.cluster.warm"]
         warm = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
         assert warm.stdin is not None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from verbund.cluster.supplies import Supplies
 from verbund.comm.wire import Connection
 from verbund.errors import ClusterLost
 from verbund.job import Job
@@ -134,8 +135,25 @@ class Cluster(Protocol):
         """Bytes that are free on each host, by its name; None where it is not known."""
         ...
 
-    def check_shared(self, folders: Sequence[Path]) -> None:
-        """Checks that all hosts see these folders; InputError if one does not."""
+    @property
+    def apart(self) -> list[str]:
+        """The hosts that do not see all folders that were shared."""
+        ...
+
+    def share(self, folders: Sequence[Path]) -> None:
+        """Lets processes on all hosts use these folders as `Worker.location` gives them, whether hosts see them or not.
+
+        What such folders have of a run can be read and written from other hosts; see `FileService`.
+        """
+        ...
+
+    def supply(self, supplies: Supplies) -> None:
+        """Sees to it that processes on all hosts find these files; waits until that is so. Once more changes nothing.
+
+        Raises:
+            InputError: if a host has no room for them, or cannot write them.
+            ClusterLost: if a host is lost meanwhile, or nothing more comes there.
+        """
         ...
 
     def start(self, specs: list[ProcessSpec], timeout: float) -> list[Process]:

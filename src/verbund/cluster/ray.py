@@ -43,7 +43,6 @@ class RayCluster(ExternalCluster):
         self,
         job: Job,
         scratch: Path,
-        shared: Sequence[Path],
         preload: Sequence[str],
         environment: Mapping[str, str],
         tell: Tell,
@@ -56,7 +55,7 @@ class RayCluster(ExternalCluster):
         self._said: dict[str, str] = {}
         variables, self._token = _authentication(job.cluster.address)
         try:
-            super().__init__(_listening(job), scratch, shared, preload, environment, tell)
+            super().__init__(_listening(job), scratch, preload, environment, tell)
         except BaseException:
             self._forget_token()
             raise

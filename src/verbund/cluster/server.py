@@ -7,11 +7,12 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from verbund.cluster.process import Exit, Process, ProcessSpec
+from verbund.cluster.supplies import HostSupply, located
 from verbund.comm.wire import Connection, Deadline, Message, WireError
 from verbund.errors import ClusterLost
 
@@ -52,6 +53,10 @@ class WarmServer(ABC):
         self.ended: list[Exit] = []
         self.lost: ClusterLost | None = None
         """Why it is of no more use."""
+        self.unseen: list[str] = []
+        """The shared folders that its host does not see."""
+        self.supply = HostSupply()
+        """What processes need there besides."""
         self._groups: set[int] = set()
         self._stopped: set[int] = set()
         self._replies: list[Message] = []
@@ -90,7 +95,9 @@ class WarmServer(ABC):
     # -- its work ------------------------------------------------------------------------------------------------
 
     def fork(self, spec: ProcessSpec) -> None:
-        self.send("fork", spec.record())
+        """Starts a process, with its settings as they hold on this host."""
+        settings = located(spec.settings, self.supply.places or {}, self.unseen)
+        self.send("fork", replace(spec, settings=settings).record())
 
     def send(self, kind: str, fields: Mapping[str, Any] | None = None) -> None:
         """Tells it something.
@@ -157,6 +164,8 @@ class WarmServer(ABC):
             self._stopped.discard(message.fields["pid"])
         elif message.kind == "facts":
             self.facts = message.fields
+        elif message.kind == "supply":
+            self.supply.hear(message.fields)
         else:
             self._replies.append(message)
 

@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verbund.cluster import host as hosts_
+from verbund.cluster.file_service import FileService
 from verbund.cluster.forked import ForkedCluster
 from verbund.cluster.server import WarmServer
+from verbund.cluster.supplies import Supplies, Tree
+from verbund.comm.files import ROLE
 from verbund.comm.rendezvous import Meeting
-from verbund.errors import InputError
+from verbund.comm.wire import Connection
+from verbund.errors import ClusterLost, InputError
 from verbund.job import Job
 from verbund.placement import place
 
 _FACTS_SECONDS = 60.0
+_STILL_SECONDS = 60.0
+"""How long nothing may come on the way to a host."""
+_TURN = 0.05
 
 
 class SpreadCluster(ForkedCluster):
@@ -23,14 +30,15 @@ class SpreadCluster(ForkedCluster):
     Args:
         job: whose `cluster` says how hosts are reached and what they take.
         meeting: where they dial.
-        scratch: a folder that all hosts see.
-        shared: folders that they must see besides.
+        scratch: a folder for what lasts no longer than the cluster.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, scratch: Path, shared: Sequence[Path]) -> None:
+    def __init__(self, job: Job, meeting: Meeting, scratch: Path) -> None:
         super().__init__(meeting, scratch)
         self._job = job
-        self._shared = [*shared, scratch]
+        self._files = FileService()
+        self._shared: list[Path] = []
+        self._supplies: Supplies | None = None
 
     def placed(self, world: int) -> list[int]:
         """The host's number for each of so many workers."""
@@ -45,34 +53,109 @@ class SpreadCluster(ForkedCluster):
         self._connect()
         return {server.host.name: (server.facts or {}).get("free") for server in self._servers if server.host}
 
-    def check_shared(self, folders: Sequence[Path]) -> None:
-        """Checks that all hosts see these folders.
+    @property
+    def apart(self) -> list[str]:
+        """The hosts that do not see all folders that were shared."""
+        return [server.host.name for server in self._servers if server.unseen and server.host]
+
+    def share(self, folders: Sequence[Path]) -> None:
+        """Lets processes on all hosts use these folders, whether hosts see them or not."""
+        self._connect()
+        for folder in map(Path.resolve, folders):
+            self._files.open(folder)
+            if folder not in self._shared:
+                self._shared.append(folder)
+        self._look(self._servers)
+
+    def supply(self, supplies: Supplies) -> None:
+        """Sees to it that processes on all hosts find these files; waits until that is so.
 
         Raises:
-            InputError: if one does not; it names the host.
+            InputError: if a host has no room for them, or cannot write them.
+            ClusterLost: if a host is lost meanwhile, or nothing more comes there.
         """
         self._connect()
-        self._check_seen(folders, self._servers)
+        self._supplies = supplies
+        self._await_supply(self._servers)
 
-    def _check_seen(self, folders: Sequence[Path], servers: Sequence[WarmServer]) -> None:
-        marks = {hosts_.mark(folder): folder for folder in folders}
+    def close(self) -> None:
+        self._files.close()
+        super().close()
+
+    def _look(self, servers: Sequence[WarmServer]) -> None:
+        """Finds out which of the shared folders hosts do not see."""
+        for server, unseen in zip(servers, self._unseen(self._shared, servers), strict=True):
+            server.unseen = [str(folder) for folder in unseen]
+
+    @staticmethod
+    def _unseen(folders: Sequence[Path], servers: Sequence[WarmServer]) -> list[list[Path]]:
+        """Of each server which of these folders its host does not see: a new file proves it."""
+        marks = {str(hosts_.mark(folder)): folder for folder in folders}
         try:
-            for server in servers:
-                answer = server.ask("shared", {"marks": [str(path) for path in marks]})
-                if unseen := answer.fields["missing"]:
-                    folder = marks[Path(unseen[0])]
-                    raise InputError(
-                        f"does not see what lies in {folder} on this machine",
-                        where=f"host {server.host.name if server.host else server.number}",
-                        fix="Job, converted data (`data.cache`) and run must have the same paths on all hosts: a "
-                        "shared file system",
-                    )
+            return [
+                [marks[path] for path in server.ask("shared", {"marks": [*marks]}).fields["missing"]]
+                for server in servers
+            ]
         finally:
             for path in marks:
-                hosts_.unmark(path)
+                hosts_.unmark(Path(path))
+
+    def _begin_supply(self, server: WarmServer) -> None:
+        """Asks a host to get what it does not see, unless that has been done."""
+        supplies = self._supplies
+        if supplies is None or server.supply.asked == supplies:
+            return
+        trees = {tree.folder: tree for tree in supplies.trees}
+        (unseen,) = self._unseen([*trees], [server])
+        unseen = [folder for folder in unseen if not self._same(server, trees[folder])]
+        if unseen:
+            for sha256, content in supplies.offered():
+                self._files.offer(sha256, content)
+        server.supply.begin(supplies, [trees[folder] for folder in unseen], lambda told: server.send("supply", told))
+
+    @staticmethod
+    def _same(server: WarmServer, tree: Tree) -> bool:
+        """Whether a host has a data set at the same path, though nobody may write there to prove it."""
+        outline = tree.outline()
+        return outline is not None and bool(server.ask("same", outline).fields["same"])
+
+    def _await_supply(self, servers: Sequence[WarmServer]) -> None:
+        """Waits until hosts have what they need, as long as something comes."""
+        if self._supplies is None:
+            return
+        for server in servers:
+            self._begin_supply(server)
+        while waiting := [server for server in servers if server.supply.places is None]:
+            self._hear()
+            for server in waiting:
+                server.drain()
+                if server.lost is not None:
+                    raise server.lost
+                self._check_supply(server)
+            self._tell_supply(waiting)
+            self._epoll.poll(_TURN)
+
+    def _tell_supply(self, waiting: Sequence[WarmServer]) -> None:
+        """Tells the user, now and then, how far hosts are that are still waited for."""
+
+    def _check_supply(self, server: WarmServer) -> None:
+        """Raises why a host cannot get what it needs, if so."""
+        where = f"host {server.host.name if server.host else server.number}"
+        if (error := server.supply.failed) is not None:
+            error.where = f"{where}, {error.where}" if error.where else where
+            raise error
+        if server.supply.places is None and time.monotonic() - server.supply.moved > _STILL_SECONDS:
+            what = f"no more of task and data came within {_STILL_SECONDS:.0f} s, after {server.supply.bytes} bytes"
+            raise ClusterLost(what, where=where)
+
+    def _unexpected(self, connection: Connection, role: str, number: int) -> None:
+        if role == ROLE:
+            self._files.serve(connection)
+        else:
+            connection.close()
 
     def _welcome(self, servers: Sequence[WarmServer] | None = None) -> None:
-        """Checks what hosts tell of themselves, and what they see.
+        """Checks what hosts tell of themselves, finds out what they see, and supplies them with the rest.
 
         Raises:
             InputError: if one cannot take part.
@@ -84,7 +167,9 @@ class SpreadCluster(ForkedCluster):
                 server.receive(deadline - time.monotonic(), f"{server.name} does not tell what is installed there")
             hosts_.check(server.host.name if server.host else str(server.number), server.facts)
         self._connected = True
-        self._check_seen(self._shared, servers)
+        if self._shared:
+            self._look(servers)
+        self._await_supply(servers)
 
 
 def break_after(lost_after: float) -> float:

@@ -11,11 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from verbund.cluster.last_words import LastWords
 from verbund.cluster.membership import Era
 from verbund.cluster.process import ProcessSpec
+from verbund.cluster.supplies import APART, named_by_owner
+from verbund.comm.files import Line, Location, Remote
 from verbund.comm.rendezvous import Meeting, dial
 from verbund.comm.wire import Array, Closed, Connection, Deadline, Message, WireError
 from verbund.errors import ClusterLost, RunFailed, VerbundError, shortened, text_of
@@ -58,6 +61,7 @@ class Worker:
         self.era = Era(-1, ()) if self.joins else Era(0, tuple(range(spec.world)))
         """The newest membership that this worker knows of."""
         self._regrouped = threading.Condition()
+        self._files: Line | None = None
         self._connection = connection
         self._asked: dict[int, queue.SimpleQueue[Message | None]] = {}
         self._questions = itertools.count()
@@ -69,6 +73,16 @@ class Worker:
     def address(self) -> str:
         """Where the others reach this process: its host's own address, or loopback if all are on one."""
         return self.spec.address or "127.0.0.1"
+
+    def location(self, path: str) -> Location:
+        """A file or folder of the run, by the path that its owner has for it. Not before `supervise`: where this host
+        does not see the folder, a line to the owner is made, with a thread of its own."""
+        apart = self.settings.get(APART, ())
+        if not any(Path(path).is_relative_to(folder) for folder in apart):
+            return Path(path)
+        if self._files is None:
+            self._files = Line(self.meeting)
+        return Remote(self._files, path)
 
     def supervise(self) -> None:
         """Starts the signs of life. Not before loader processes were forked: a fork wants a single thread."""
@@ -237,7 +251,8 @@ def _guarded(worker: Worker, spec: ProcessSpec) -> int:
         return 0
     except BaseException as error:
         worker._finish()
-        worker.send("failed", at=time.monotonic(), secondary=isinstance(error, ClusterLost), **describe(error))
+        told = named_by_owner(describe(error), spec.settings)
+        worker.send("failed", at=time.monotonic(), secondary=isinstance(error, ClusterLost), **told)
         return error.exit_status if isinstance(error, VerbundError) else 1
 
 

@@ -179,6 +179,15 @@ def join(
             help="How long the first SIGTERM or Ctrl-C does not end it while the run needs this machine.",
         ),
     ] = 0.0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Where this machine gets task and data to, even if it sees the command's folders; default: it uses "
+            "what it sees, and gets the rest to ~/.cache/verbund.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -186,5 +195,5 @@ def join(
     """Take part in a run whose cluster is `external`, with this machine, until the run is over."""
     from verbund.stage.joining import join as take_part
 
-    done = take_part(address, secret_file, slots, own=own, within=within, grace=grace, quiet=quiet)
+    done = take_part(address, secret_file, slots, own=own, within=within, grace=grace, keep=keep, quiet=quiet)
     return Answer({"status": "done", "joined": done.joined, "slots": done.slots}, [done.text])

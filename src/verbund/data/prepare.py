@@ -27,6 +27,8 @@ class Prepared:
     """What messages call the validation set."""
     notes: list[str] = field(default_factory=list)
     """What the user should know about how the sources were read."""
+    roots: dict[str, str] = field(default_factory=dict)
+    """Where the images lie of folders that this host does not see."""
 
     def record(self) -> dict[str, Any]:
         """As plain JSON values."""

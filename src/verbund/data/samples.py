@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,12 @@ class ColumnFiles(Source):
     Args:
         folder: the store.
         columns: those that are read; None: all.
+        roots: where images lie of folders that this host does not see.
     """
 
-    def __init__(self, folder: Path, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, columns: Sequence[str] | None = None, roots: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         manifest = Manifest.read(folder)
         self.size = manifest.rows
         self.block = manifest.block
@@ -83,7 +87,7 @@ class ColumnFiles(Source):
             if columns is not None and column.name not in columns:
                 continue
             if column.file is None:
-                self._images = _Images(folder, manifest)
+                self._images = _Images(folder, manifest, roots)
                 continue
             array: NDArray[Any] = np.memmap(folder / column.file, column.dtype, "r")
             if manifest.kind == "tokens":
@@ -109,11 +113,11 @@ class ColumnFiles(Source):
 class _Images:
     """The images of a store, decoded one by one."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, roots: Mapping[str, str]) -> None:
         column = manifest.column("image")
         assert manifest.root is not None
         assert column is not None
-        self._root = Path(manifest.root)
+        self._root = Path(roots.get(manifest.root, manifest.root))
         self.files: list[str] = json.loads((folder / FILES).read_text(encoding="utf-8"))
         self._shape = column.shape
         self._size = (column.shape[1], column.shape[2])

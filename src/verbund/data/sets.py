@@ -24,7 +24,7 @@ def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Sample
     """
     data = job.data
     if prepared.train is None and prepared.validation is not None:
-        only = Samples(ColumnFiles(Path(prepared.validation), needed(data, task.own)))
+        only = Samples(ColumnFiles(Path(prepared.validation), needed(data, task.own), prepared.roots))
         return only, only
     if prepared.train is None:
         if task.dataset is None:
@@ -35,8 +35,10 @@ def open_sets(prepared: Prepared, job: Job, task: Task) -> tuple[Samples, Sample
         validation: Source | None = DatasetSource(other, names, job.seed) if other is not None else None
     else:
         columns = needed(data, task.own)
-        train = ColumnFiles(Path(prepared.train), columns)
-        validation = ColumnFiles(Path(prepared.validation), columns) if prepared.validation else None
+        train = ColumnFiles(Path(prepared.train), columns, prepared.roots)
+        validation = None
+        if prepared.validation:
+            validation = ColumnFiles(Path(prepared.validation), columns, prepared.roots)
     if validation is None and data.validation_fraction > 0:
         return _split(train, data, job.seed)
     return Samples(train), Samples(validation) if validation is not None else None

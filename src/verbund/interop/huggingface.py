@@ -30,7 +30,7 @@ from verbund.task import HUGGING_FACE, Columns, Saved, Task, column_of, default_
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_BUNDLED = "hf:smollm2"
+BUNDLED = "hf:smollm2"
 _HEADS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -47,7 +47,7 @@ def smollm2_folder() -> Path:
 
 def folder(job: Job) -> Path:
     """Where the job's model lies; the bundled one may still have to be converted."""
-    if job.task == _BUNDLED:
+    if job.task == BUNDLED:
         return smollm2.place(job.path(str(cache_of(job.data))))
     return job.path(str(Path(job.task.removeprefix(HUGGING_FACE)).expanduser()))
 
@@ -58,7 +58,7 @@ def materialise(job: Job, notify: Callable[[str], None]) -> Path:
     Raises:
         InputError: if a package is missing or the cache cannot be written.
     """
-    if job.task == _BUNDLED:
+    if job.task == BUNDLED:
         return smollm2.folder(job.path(str(cache_of(job.data))), notify)
     return folder(job)
 
@@ -73,7 +73,7 @@ def with_tokenizer(job: Job, notify: Callable[[str], None]) -> Data:
 
 def check(job: Job) -> list[Problem]:
     """What can be said of the model without importing it."""
-    if job.task == _BUNDLED:
+    if job.task == BUNDLED:
         return [*smollm2.check(), *_objective(job, "AutoModelForCausalLM")]
     path = folder(job)
     problems = []

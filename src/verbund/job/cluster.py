@@ -24,7 +24,7 @@ class Cluster(Section):
     kind does nothing."""
     hosts: Annotated[list[str], Field(examples=[["10.0.0.1", "10.0.0.2"]])] = []
     """Kind `hosts`: names or addresses. Workers fill them in the order of ranks; an island stays on one host where it
-    fits. What a run reads and writes must have the same paths on all of them (a shared file system)."""
+    fits. Folders that a host does not see it does not need: it gets task and data from the command."""
     slots: Annotated[Positive | list[Positive] | None, Field(examples=[4])] = None
     """Kind `hosts`: workers that a host takes, or a list with one number a host; default: an even share."""
     command: str = "ssh -o BatchMode=yes -o ConnectTimeout=20 {host}"

@@ -38,8 +38,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from verbund.comm.files import Location
+from verbund.observe.appended import Appended, appended
 
 SPANS = ("compute", "communicate", "data", "checkpoint", "validate", "start", "garbage")
 """`garbage` lies within the others: long pauses of Python's garbage collection."""
@@ -98,7 +100,7 @@ class Journal:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         role: str,
         rank: int,
         generation: int,
@@ -108,10 +110,9 @@ class Journal:
         address: str | None = None,
         life: int = 0,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / file_name(role, rank, generation, life)
-        self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._size = os.fstat(self._file).st_size
+        self._file: Appended | None = appended(self.path)
+        self._size = self._file.size
         self._torn = self._size > 0  # whoever wrote here before may have died within a line
         self._dropped = 0
         # Rows are only ever appended at the end and cut off from the front: both are one operation under the
@@ -230,7 +231,7 @@ class Journal:
             self.flush()
             self._dropped += bool(self._steps)
             self._write({"t": "end", "at": time.monotonic_ns()})
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def _write(self, line: dict[str, Any], wait: bool = False) -> bool:
@@ -269,7 +270,7 @@ class Journal:
         rest = memoryview(raw)
         while rest:
             try:
-                written = os.write(self._file, rest)
+                written = self._file.write(rest)
             except OSError:
                 self._torn = len(rest) < len(raw) or self._torn
                 return False  # a full disk must not end a run; what was not written is counted

@@ -52,7 +52,13 @@ def attempt(
     budget: Budget,
     warnings: list[str] | None = None,
 ) -> Run:
-    cluster.check_shared([run.path])
+    cluster.share([run.path])
+    if job.strategy.exchange.served and cluster.apart:
+        raise InputError(
+            f"does not see {run.path}, where parameter servers keep what must outlive a host",
+            where=f"host {cluster.apart[0]}",
+            fix="Use a folder that all hosts share (`--run`), or another exchange",
+        )
     generation = run.begin_attempt()
     keep_schema(run, job, prepared)
     journal = Journal(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+from verbund.comm.files import Location
 from verbund.errors import RunFailed
 
 
@@ -17,7 +17,7 @@ class Background:
         deadline: seconds that one may take.
     """
 
-    def __init__(self, place: Path, deadline: float) -> None:
+    def __init__(self, place: Location, deadline: float) -> None:
         self._place, self._deadline = place, deadline
         self._thread: threading.Thread | None = None
         self.last: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from verbund.cluster.local import LocalCluster
 from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.ray import RayCluster
 from verbund.cluster.supervisor import Supervisor
+from verbund.cluster.supplies import Supplies, Tree
 from verbund.cluster.watched import Failed
 from verbund.data.check import Wanted, check_columns
+from verbund.data.manifest import FILES, Manifest
 from verbund.data.prepare import Evaluated, Prepared, cache_of, prepare, prepare_evaluated
 from verbund.errors import ClusterLost, InputError, Interrupted, JobError, Problem
 from verbund.interop import huggingface
@@ -71,10 +74,10 @@ def cluster_of(job: Job) -> Iterator[Cluster]:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache / "compiled")}
     cluster: Cluster
     if job.cluster.kind == "hosts":
-        cluster = HostsCluster(job, _made(cache), [Path(job.folder)], _heavy(job), environment)
+        cluster = HostsCluster(job, _made(cache), _heavy(job), environment)
     elif job.cluster.kind in ("external", "ray"):
         kind = RayCluster if job.cluster.kind == "ray" else ExternalCluster
-        cluster = kind(job, _made(cache), [Path(job.folder)], _heavy(job), environment, notifier(False))
+        cluster = kind(job, _made(cache), _heavy(job), environment, notifier(False))
     else:
         cluster = LocalCluster(job.cluster.orphan_grace, _heavy(job), environment)
     try:
@@ -177,12 +180,40 @@ def _together(problems: list[Problem], error: InputError) -> InputError:
     return JobError([*problems, Problem(error.where or "data", error.what, error.fix)])
 
 
+def supply(cluster: Cluster, job: Job, prepared: Prepared) -> None:
+    """Lets processes on all hosts have the task's code and the converted data.
+
+    Raises:
+        InputError: if a host cannot have them.
+        ClusterLost: if one is lost meanwhile.
+    """
+    if job.cluster.kind == "local":
+        return
+    stores = [store for store in dict.fromkeys((prepared.train, prepared.validation)) if store]
+    trees = [tree for store in stores for tree in trees_of(Path(store))]
+    if not job.task.startswith(task.HUGGING_FACE):
+        trees.insert(0, Tree("code", job.path(job.task).resolve().parent))
+    elif job.task != huggingface.BUNDLED:
+        trees.insert(0, Tree("model", huggingface.folder(job).resolve()))
+    cluster.supply(Supplies(tuple(trees)))
+
+
+def trees_of(store: Path) -> list[Tree]:
+    """A converted data set, and the images that it names, if it does."""
+    trees, manifest = [Tree("data", store)], Manifest.read(store)
+    if manifest.kind == "images" and manifest.root is not None:
+        names = tuple(json.loads((store / FILES).read_text(encoding="utf-8")))
+        trees.append(Tree("images", Path(manifest.root), names))
+    return trees
+
+
 def settings_of(job: Job, prepared: Prepared, **more: Any) -> dict[str, Any]:
     return {"job": job.resolved(), "folder": job.folder, "prepared": prepared.record(), **more}
 
 
 def dry_run(cluster: Cluster, job: Job, prepared: Prepared) -> Facts:
     """One micro-batch forward and backward, in a process of its own, before any worker starts."""
+    supply(cluster, job, prepared)
     available = next(iter(cluster.free_memory().values()))
     settings = settings_of(job, prepared, available=available)
     spec = ProcessSpec("preflight", 0, 1, "verbund.stage.preflight:work", settings=settings)

@@ -38,6 +38,7 @@ def join(
     own: str | None = None,
     within: float = 600.0,
     grace: float = 0.0,
+    keep: Path | None = None,
     quiet: bool = True,
 ) -> Joined:
     """Takes part until the run is over; what is None is taken from the environment (`Place.of`).
@@ -49,6 +50,7 @@ def join(
         own: this machine's address for the others.
         within: seconds until the command must be there, and need this machine.
         grace: seconds for which the first Ctrl-C or SIGTERM does not end it while the run needs this machine.
+        keep: the folder in which this machine has task and data, even if it sees those of the command.
         quiet: nothing on standard error.
 
     Raises:
@@ -78,7 +80,7 @@ def join(
     if own is not None:
         _check(own)
     secret, tell = Secret.read(file), notifier(quiet)
-    joining.join(address, secret, slots, rank=place.rank, own=own, within=within, grace=grace, tell=tell)
+    joining.join(address, secret, slots, rank=place.rank, own=own, within=within, grace=grace, keep=keep, tell=tell)
     return Joined(address, slots, "the run is over")
 
 

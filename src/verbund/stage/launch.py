@@ -5,6 +5,7 @@ This side never imports torch; what needs it (the dry run, the work) happens in 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ def validate(
         else:
             prepared = before.prepared_evaluation(job, evaluated, notify, known)
         job = started.settled(job)
-        started.check_shared([run.path])
+        started.share([run.path])
         settings = {"checkpoint": str(source)}
         return _evaluate(started, job, prepared, "verbund.stage.validate:work", settings)[0]
 
@@ -209,14 +210,14 @@ def predicted(
             job, Evaluated(_typed(data), "DATA", labelled=False), before.notifier(quiet), known
         )
         job = started.settled(job)
-        started.check_shared([run.path, target.parent])
+        started.share([run.path, target.parent])
         parts = [target.with_name(f".{target.name}.part-{rank}") for rank in range(job.world)]
         named = None if "targets" in task.functions(job) else schema.vocabulary_of(known, names_of(job.data.target))
         settings = {
             "source": str(source),
             "live": live,
             "parts": [str(part.resolve()) for part in parts],
-            "classes": str(named) if named else None,
+            "classes": json.loads(named.read_text(encoding="utf-8")) if named else None,
         }
         try:
             results = _evaluate(started, job, prepared, "verbund.stage.predict:work", settings)
@@ -361,4 +362,5 @@ def _typed(source: str) -> str:
 def _evaluate(
     cluster: Cluster, job: Job, prepared: Prepared, entry: str, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    before.supply(cluster, job, prepared)
     return supervised(cluster, job, workers(job, entry, before.settings_of(job, prepared, **settings)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from verbund.exchange.parameter_server.remote import RemoteTables
 from verbund.mesh.replica import Replica
 from verbund.run import Run
 from verbund.stage.island import Island
-from verbund.stage.predictions import Column, PartWriter
+from verbund.stage.predictions import Column, PartWriter, written_to
 from verbund.stage.restore import restore
 from verbund.stage.served import live
 from verbund.stage.validate import evaluation_batches, evaluation_threads
@@ -25,14 +24,14 @@ from verbund.stage.validate import evaluation_batches, evaluation_threads
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of `verbund predict`."""
     island = Island.join(worker)
-    source = Path(worker.settings["source"])
+    source = worker.settings["source"]
     if not worker.settings["live"]:
         replica = island.replica(worker)
-        restore(source, replica, weights_only=True)
+        restore(worker.location(source), replica, weights_only=True)
         return {"samples": _predict(worker, island, replica, source)}
     replica = island.replica(worker, RemoteTables.install)
     worker.doing("reading from the servers", 0)
-    reader, close = live.reader(Run.open(source), island.job.cluster.step_deadline)
+    reader, close = live.reader(Run.open(Path(source)), island.job.cluster.step_deadline)
     try:
         assert isinstance(replica.tables, RemoteTables)
         reader.take(replica, replica.tables)
@@ -41,20 +40,24 @@ def work(worker: Worker) -> dict[str, Any]:
         close()
 
 
-def _predict(worker: Worker, island: Island, replica: Replica, source: Path) -> int:
+def _predict(worker: Worker, island: Island, replica: Replica, source: str) -> int:
     """Writes this worker's part; how many samples it has."""
     samples = island.validation_set
     if samples is None:
-        raise InputError("there is no data to predict", where=str(source))
+        raise InputError("there is no data to predict", where=source)
     objective = island.job.train.objective
     names: list[str] | None = None
-    classes = worker.settings["classes"]
-    if classes is not None and objective is not None and objective.name in _CLASSES:
-        names = json.loads(Path(classes).read_text(encoding="utf-8"))
+    if objective is not None and objective.name in _CLASSES:
+        names = worker.settings["classes"]
     files = samples.source.files if isinstance(samples.source, ColumnFiles) else None
     count = 0
-    path = Path(worker.settings["parts"][island.mesh.rank])
-    with PartWriter(path) as part, evaluation_threads(island), replica.evaluation.active():
+    part_file = worker.location(worker.settings["parts"][island.mesh.rank])
+    with (
+        written_to(part_file) as path,
+        PartWriter(path) as part,
+        evaluation_threads(island),
+        replica.evaluation.active(),
+    ):
         for index, batch in evaluation_batches(samples, island.job.validate_.batch, island, contiguous=True):
             worker.doing("predicting", index)
             output = replica.evaluation.predict(batch)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verbund.comm.files import PART_BYTES, Location, new_file
 from verbund.errors import DataError, InputError
 
 Column = NDArray[Any] | list[str | None]
@@ -72,6 +76,24 @@ class PartWriter:
             self._writer.write_batch(batch)
         except OSError as error:
             raise _unwritten(self._path, error) from None
+
+
+@contextmanager
+def written_to(location: Location) -> Iterator[Path]:
+    """A path of this host for what is to come to a location; it is sent there when the block ends."""
+    if isinstance(location, Path):
+        yield location
+        return
+    with tempfile.TemporaryDirectory(prefix="verbund-part-") as folder:
+        path = Path(folder) / "part"
+        yield path
+        if path.exists():
+            with open(path, "rb") as source, new_file(location) as target:
+                digest = hashlib.sha256()
+                while chunk := source.read(PART_BYTES):
+                    digest.update(chunk)
+                    target.write(memoryview(chunk))
+                target.finish(digest.hexdigest())
 
 
 def merge(parts: list[Path], target: Path) -> None:

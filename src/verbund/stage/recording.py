@@ -8,14 +8,14 @@ from verbund.observe.events import Journal
 from verbund.observe.garbage import record_pauses
 from verbund.observe.memory import peak_bytes
 from verbund.observe.network import Links
-from verbund.run import Run
+from verbund.run import JOURNAL
 
 
-def journal_of(worker: Worker, run: Run, job: Job) -> Journal:
+def journal_of(worker: Worker, job: Job) -> Journal:
     """A file of the process's own: by its role, rank, generation, and who had its place before."""
     spec = worker.spec
     journal = Journal(
-        run.journal,
+        worker.location(worker.settings["run"]) / JOURNAL,
         spec.role,
         spec.rank,
         spec.generation,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verbund.checkpoint.read import Checkpoint
+from verbund.comm.files import Location
 from verbund.errors import CheckpointError
 from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh import compression
 from verbund.mesh.replica import Replica
 
 
-def restore(path: Path, replica: Replica, weights_only: bool = False, elsewhere: Sequence[str] = ()) -> dict[str, Any]:
+def restore(
+    path: Location, replica: Replica, weights_only: bool = False, elsewhere: Sequence[str] = ()
+) -> dict[str, Any]:
     """Fills the replica's parameters and buffers, and for training its optimiser and moving average.
 
     Args:
@@ -63,7 +65,7 @@ def restore(path: Path, replica: Replica, weights_only: bool = False, elsewhere:
     return state
 
 
-def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) -> list[str]:
+def restore_exchange(path: Location, replica: Replica, exchange: LocalSteps | None) -> list[str]:
     """Gives an exchange, and the compression of gradients, what the checkpoint has of their state, after `restore`.
 
     Returns:
@@ -78,7 +80,7 @@ def restore_exchange(path: Path, replica: Replica, exchange: LocalSteps | None) 
     return notes + ([f"The state of the exchange `{record['name']}` was dropped"] if record else [])
 
 
-def same_names(kind: str, model: set[str], saved: set[str], path: Path) -> None:
+def same_names(kind: str, model: set[str], saved: set[str], path: Location) -> None:
     """Checks that a model and a checkpoint have the same tensors of this kind.
 
     Raises:

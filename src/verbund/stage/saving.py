@@ -12,11 +12,11 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
+from verbund.comm.files import Location
 from verbund.exchange.local_steps import LocalSteps
 from verbund.job import Job
 from verbund.mesh.axes import Mesh
 from verbund.mesh.replica import Replica
-from verbund.run import Run
 from verbund.stage.background import Background
 from verbund.stage.judge import Judge
 
@@ -29,7 +29,7 @@ class Saver:
 
     Args:
         worker: the line to the supervisor, which commits when all parts are there.
-        run: where the checkpoints lie.
+        checkpoints: the folder of the run's.
         replica: what is saved.
         deadline: seconds that writing one part may take.
         exchange: between islands that train alone.
@@ -40,7 +40,7 @@ class Saver:
     def __init__(
         self,
         worker: Worker,
-        run: Run,
+        checkpoints: Location,
         replica: Replica,
         deadline: float,
         exchange: LocalSteps | None = None,
@@ -49,11 +49,11 @@ class Saver:
     ) -> None:
         self._given, self._more = mesh, more
         self._worker = worker
-        self._run = run
+        self._checkpoints = checkpoints
         self.replica = replica
         self._exchange = exchange
         self._snapshot = Snapshot()
-        self._background = Background(run.checkpoints, deadline)
+        self._background = Background(checkpoints, deadline)
 
     def save(self, step: int, state: dict[str, Any], era: int = 0) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs.
@@ -103,7 +103,7 @@ class Saver:
         record: dict[str, Any] = {}
         failure = None
         try:
-            folder = checkpoint.partial_folder(self._run.checkpoints, step)
+            folder = checkpoint.partial_folder(self._checkpoints, step)
             record = write_part(folder, rank, pieces)
         except Exception as error:  # whatever it is, the run goes on and the user is told
             failure = f"{error}" or type(error).__name__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from pathlib import Path
 from typing import Any
 
 from verbund.cluster.supervisor import MEETING
@@ -16,7 +15,7 @@ from verbund.mesh import probe
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
-from verbund.run import Run
+from verbund.run import CHECKPOINTS
 from verbund.stage.among_islands import AmongIslands
 from verbund.stage.borders import Borders, LeftOut
 from verbund.stage.elastic import goes_on, leaves_out
@@ -37,10 +36,9 @@ from verbund.stage.training_state import TrainingState
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of a training run, from its fork to its last checkpoint."""
-    run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = journal_of(worker, run, job)
+    journal = journal_of(worker, job)
     links = Links()
     # Before this worker leaves its peers: a connection that they have ended tells no more what it moved.
     worker.at_end.insert(0, lambda: _close(journal, links, island))
@@ -57,16 +55,14 @@ def work(worker: Worker) -> dict[str, Any]:
         borders = Borders(worker, job.cluster.step_deadline + job.cluster.lost_after)
     if job.strategy.exchange.local:
         exchange = LocalSteps(job.strategy.exchange, replica, journal, job.seed, borders)
-    dropped = restore_exchange(Path(source), replica, exchange) if source else []
+    dropped = restore_exchange(worker.location(source), replica, exchange) if source else []
     if island.mesh.rank == 0:
         for text in dropped:
             worker.send("note", text=text)
     held = {} if exchange is None else {"exchange": exchange.held_bytes()}
     if replica.pipeline is not None and island.mesh.rank == 0:
         journal.event("pipeline", **replica.pipeline_plan(tickets.sizes(0)))
-    training = _Training(
-        worker, run, island, replica, tickets, exchange, journal, links, state, mirrors, refilled, borders
-    )
+    training = _Training(worker, island, replica, tickets, exchange, journal, links, state, mirrors, refilled, borders)
     worker.at_end.insert(0, lambda: journal.totals("held", **training.replica.held_bytes(), **held))
     worker.at_end.insert(0, lambda: count_combined(journal, training.replica, exchange))
     if worker.joins:
@@ -86,7 +82,7 @@ def _begun(worker: Worker, island: Island) -> tuple[Replica, dict[str, Any]]:
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), island.job.train.precision)
     replica.optimizer_step.atomic = refills(island.job)
     source = worker.settings["checkpoint"] if not worker.joins else None
-    return replica, restore(Path(source), replica) if source else {}
+    return replica, restore(worker.location(source), replica) if source else {}
 
 
 def _tickets(island: Island, replica: Replica) -> Tickets:
@@ -105,7 +101,6 @@ class _Training:
     def __init__(
         self,
         worker: Worker,
-        run: Run,
         island: Island,
         replica: Replica,
         tickets: Tickets,
@@ -120,7 +115,8 @@ class _Training:
         job = island.job
         self.worker, self.island, self.replica, self.journal, self.job = worker, island, replica, journal, job
         self.tickets, self.exchange = tickets, exchange
-        self.saver = Saver(worker, run, replica, job.cluster.step_deadline, exchange)
+        checkpoints = worker.location(worker.settings["run"]) / CHECKPOINTS
+        self.saver = Saver(worker, checkpoints, replica, job.cluster.step_deadline, exchange)
         self._agreement = Agreement(worker, job.cluster.step_deadline) if exchange is not None else None
         self.state = TrainingState(job.train, worker.settings["total_steps"], state)
         self._goes_on = goes_on(job)

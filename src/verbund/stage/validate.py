@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def work(worker: Worker) -> dict[str, Any]:
     outputs = Outputs(island.task)
     island.task = outputs.watched
     replica = island.replica(worker)
-    source = Path(worker.settings["checkpoint"])
+    source = worker.location(worker.settings["checkpoint"])
     state = restore(source, replica, weights_only=True)
     if island.validation_set is None:
         raise InputError("there is no validation data", where=str(source))

@@ -83,6 +83,7 @@ def verify(
 def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Notify) -> dict[str, Any]:
     results, folders = [], []
     with tempfile.TemporaryDirectory(dir=cluster.scratch) as scratch:
+        cluster.share([Path(scratch)])
         prepared = before.prepared_data(sides[0], notify)
         for index, side in enumerate(map(cluster.settled, sides)):
             facts = before.dry_run(cluster, side, prepared)
@@ -104,7 +105,13 @@ def _compared(cluster: Cluster, sides: list[Job], steps: int, notify: before.Not
         notify("comparing")
         fused = {**results[1][0]["fused"], **results[0][0]["fused"]}
         kinds = served.KINDS if sides[0].strategy.exchange.served else [*served.KINDS, "gradients"]
-        told = {"folders": folders, "fused": fused, "steps": steps, "kinds": kinds}
+        # Servers save no step 0.
+        first = [0 if "gradients" in kinds else 1, 0]
+        saved = [
+            {step: str(checkpoint.folder(Path(folder), step)) for step in range(first[side], steps + 1)}
+            for side, folder in enumerate(folders)
+        ]
+        told = {"saved": [list(paths.items()) for paths in saved], "fused": fused, "steps": steps, "kinds": kinds}
         found = _compare(cluster, sides[1], told)
     return _judged(sides, [parts[0]["losses"] for parts in results], found, results)
 

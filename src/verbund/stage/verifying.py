@@ -4,7 +4,6 @@ comparison of two such."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.read import Checkpoint
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
+from verbund.comm.files import Location
 from verbund.data.loader import Item, Loader
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
@@ -35,7 +35,7 @@ def work(worker: Worker) -> dict[str, Any]:
     """
     island = Island.join(worker)
     job = island.job
-    folder = Path(worker.settings["folder_out"])
+    folder = worker.location(worker.settings["folder_out"])
     journal = Journal(folder / "journal", "worker", island.mesh.rank, worker.spec.generation)
     worker.at_end.append(journal.close)
     replica = island.replica(worker)
@@ -78,7 +78,7 @@ def _scaled(piece: Piece, scale: float) -> Piece:
 
 
 def _write(
-    folder: Path, step: int, replica: Replica, kinds: tuple[str, ...], more: list[Piece] | None = None
+    folder: Location, step: int, replica: Replica, kinds: tuple[str, ...], more: list[Piece] | None = None
 ) -> dict[str, Any]:
     pieces = [piece for kind in kinds for piece in replica.pieces(kind)] + (more or [])
     mesh = replica.mesh
@@ -109,18 +109,17 @@ def compare(worker: Worker) -> dict[str, Any]:
     """
     worker.supervise()
     worker.doing("comparing", 0)
-    folders = [Path(path) for path in worker.settings["folders"]]
+    saved = [{step: worker.location(path) for step, path in paths} for paths in worker.settings["saved"]]
     fused = worker.settings["fused"]
-    steps = int(worker.settings["steps"])
     worst: dict[str, dict[str, Any]] = {
         kind: {"difference": 0.0, "tensor": None, "step": None}
         for kind in ("gradients", "parameters", "buffers")
         if kind in worker.settings["kinds"]
     }
     missing: list[str] = []
-    start = Checkpoint.open(checkpoint.folder(folders[1], 0))
-    for step in range(0 if "gradients" in worst else 1, steps + 1):  # servers save no step 0
-        sides = [Checkpoint.open(checkpoint.folder(folder, step)) for folder in folders]
+    start = Checkpoint.open(saved[1][0])
+    for step in sorted(saved[0]):
+        sides = [Checkpoint.open(paths[step]) for paths in saved]
         for kind, worst_of in worst.items():
             names = [set(side.names(kind)) for side in sides]
             missing += [f"{kind} {name} (step {step})" for name in sorted(names[0] ^ names[1])]

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from verbund.checkpoint.piece import Piece
@@ -22,7 +21,7 @@ from verbund.mesh.groups import Groups
 from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
-from verbund.run import Run
+from verbund.run import CHECKPOINTS
 from verbund.stage import flags
 from verbund.stage.federated.asynchronous import AsynchronousRounds
 from verbund.stage.federated.clients import Clients, Compressing
@@ -45,25 +44,25 @@ _PROGRESS_SECONDS = 0.1
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of a simulation, from its fork to its last checkpoint."""
-    run = Run.open(Path(worker.settings["run"]))
     island = Island.join(worker)
     job = island.job
-    journal = journal_of(worker, run, job)
+    journal = journal_of(worker, job)
     links = Links()
     worker.at_end.insert(0, lambda: _close(journal, links, island))
     # Each client is trained by one worker, with a model of its own.
     alone = job.model_copy(update={"strategy": Strategy(exchange=job.strategy.exchange)})
     replica = Replica(island.task, alone, Mesh(), Groups.alone(island.groups.island.device), worker.doing)
     source = worker.settings["checkpoint"]
-    state = restore(Path(source), replica) if source else {}
+    saved_at = worker.location(source) if source else None
+    state = restore(saved_at, replica) if saved_at is not None else {}
     prepared = Prepared.from_record(worker.settings["prepared"])
     parts = parts_of(job, island.train_set, prepared.train)
     total = worker.settings["total_steps"]
     local = LocalTraining(replica, alone, island.train_set, augmentation(job, island.task), total)
     server = SimulatedServer(job, local, parts)
     dropped: list[str] = []
-    if source:
-        with Checkpoint.open(Path(source), verify=False) as saved:
+    if saved_at is not None:
+        with Checkpoint.open(saved_at, verify=False) as saved:
             dropped += server.load(saved)
     leads = island.mesh.rank == 0
     clients: Clients = clients_of(local, parts, lambda text: worker.send("note", text=text) if leads else None)
@@ -71,8 +70,8 @@ def work(worker: Worker) -> dict[str, Any]:
         clients = Compressing(clients, local.compression)
     kind = AsynchronousRounds if job.strategy.exchange.asynchronous(parts.clients) else Rounds
     rounds = kind(job, server, clients, parts, island.groups.island)
-    if source:
-        with Checkpoint.open(Path(source), verify=False) as saved:
+    if saved_at is not None:
+        with Checkpoint.open(saved_at, verify=False) as saved:
             dropped += rounds.load(saved)
     if job.strategy.exchange.statistics and leads:
         worker.send("note", text="`exchange.statistics` are asked of real clients alone")
@@ -84,7 +83,7 @@ def work(worker: Worker) -> dict[str, Any]:
         tastes = parts_alike(job, parts, island.train_set, prepared.train, island.validation_set, theirs)
         if leads:
             worker.send("note", text="Validated are the clients' own models, each on samples like the client's")
-    simulation = _Simulation(worker, run, island, local, server, rounds, parts, tastes, journal, links, state)
+    simulation = _Simulation(worker, island, local, server, rounds, parts, tastes, journal, links, state)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     return simulation.run_to_end()
 
@@ -100,7 +99,6 @@ class _Simulation:
     def __init__(
         self,
         worker: Worker,
-        run: Run,
         island: Island,
         local: LocalTraining,
         server: SimulatedServer,
@@ -116,9 +114,9 @@ class _Simulation:
         self.rounds, self.parts, self.journal, self.links = rounds, parts, journal, links
         self.job, self.rank = island.job, island.mesh.rank
         self.lengths = Lengths(self.job.train, self.job.strategy.exchange.rounds_per_epoch(parts.clients))
-        self.saver = Saver(
-            worker, run, self.replica, self.job.cluster.step_deadline, mesh=island.mesh, more=self._pieces
-        )
+        checkpoints = worker.location(worker.settings["run"]) / CHECKPOINTS
+        deadline = self.job.cluster.step_deadline
+        self.saver = Saver(worker, checkpoints, self.replica, deadline, mesh=island.mesh, more=self._pieces)
         self.step = self._first = int(state.get("step", 0))
         self.samples = int(state.get("samples", 0))
         self.judge = Judge(self.job.train, state)

@@ -44,7 +44,7 @@ def work(worker: Worker) -> dict[str, Any]:
 
     run = Run.open(Path(settings["run"]))
     coordinator = Coordinator(run.servers, leases, exchange.servers, places, settings["judged"], trouble.append)
-    journal = journal_of(worker, run, job)
+    journal = journal_of(worker, job)
     worker.at_end.insert(0, journal.close)
     finish = threading.Event()
 

@@ -12,12 +12,12 @@ from verbund.checkpoint.piece import Piece
 from verbund.checkpoint.snapshot import Snapshot
 from verbund.checkpoint.write import write_part
 from verbund.cluster.worker import Worker
+from verbund.comm.files import Location
 from verbund.comm.wire import Message
 from verbund.errors import CheckpointError, RunFailed
 from verbund.exchange.parameter_server.client import Client
 from verbund.exchange.parameter_server.plan import Plan
 from verbund.mesh.replica import Replica
-from verbund.run import Run
 from verbund.stage.background import Background
 
 _KINDS = ("parameters", "buffers")
@@ -29,19 +29,27 @@ class Saver:
 
     Args:
         worker: the line to the supervisor, which commits when all parts are there.
-        run: where checkpoints lie.
+        checkpoints: the folder of the run's.
         replica: of which what the servers do not have is saved.
         plan: what they have.
         client: the line to them.
         deadline: seconds that writing may take.
     """
 
-    def __init__(self, worker: Worker, run: Run, replica: Replica, plan: Plan, client: Client, deadline: float) -> None:
-        self._worker, self._run, self._replica = worker, run, replica
+    def __init__(
+        self,
+        worker: Worker,
+        checkpoints: Location,
+        replica: Replica,
+        plan: Plan,
+        client: Client,
+        deadline: float,
+    ) -> None:
+        self._worker, self._checkpoints, self._replica = worker, checkpoints, replica
         self._client, self._deadline = client, deadline
         self._served = {block.name for block in plan.blocks}
         self._snapshot = Snapshot()
-        self._background = Background(run.checkpoints, deadline)
+        self._background = Background(checkpoints, deadline)
         self._asked: list[Message | Exception] = []
         self._tries = 0
 
@@ -86,7 +94,7 @@ class Saver:
         mesh = self._replica.mesh
         part = mesh.world * (1 + place) + len(self._client.view.seats) + mesh.rank
         try:
-            return write_part(checkpoint.partial_folder(self._run.checkpoints, step), part, pieces)
+            return write_part(checkpoint.partial_folder(self._checkpoints, step), part, pieces)
         except CheckpointError as error:
             return {"failure": str(error)}
 
@@ -97,7 +105,7 @@ class Saver:
     def _ask(self, step: int) -> None:
         """Has all servers copy what is theirs."""
         self._tries += 1
-        folder = checkpoint.partial_folder(self._run.checkpoints, step)
+        folder = checkpoint.partial_folder(self._checkpoints, step)
         told = {"step": step, "folder": str(folder), "by": self._by}
         self._asked = self._client.ask_all("save", lambda rank: {**told, "part": self._replica.mesh.world + rank})
 
@@ -114,7 +122,7 @@ class Saver:
         record: dict[str, Any] = {}
         failure = None
         try:
-            record = write_part(checkpoint.partial_folder(self._run.checkpoints, step), rank, pieces)
+            record = write_part(checkpoint.partial_folder(self._checkpoints, step), rank, pieces)
         except Exception as error:  # whatever it is, the run goes on and the user is told
             failure = f"{error}" or type(error).__name__
         if leads and failure is None:

@@ -38,7 +38,7 @@ def work(worker: Worker) -> dict[str, Any]:
     worker.hears = hear
     worker.supervise()
     run = Run.open(Path(settings["run"]))
-    journal = journal_of(worker, run, job)
+    journal = journal_of(worker, job)
     links = Links()
     worker.at_end.insert(0, journal.close)
     worker.doing("waiting for the model", 0)

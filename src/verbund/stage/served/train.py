@@ -19,7 +19,7 @@ from verbund.exchange.parameter_server.served_rows import ServedRows, blocks_of
 from verbund.job import Job
 from verbund.mesh import probe
 from verbund.observe.network import Links
-from verbund.run import Run
+from verbund.run import CHECKPOINTS
 from verbund.stage.island import Island, example_of
 from verbund.stage.recording import journal_of
 from verbund.stage.restore import restore
@@ -30,11 +30,10 @@ from verbund.stage.served.training import Served, Training
 
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of a training run, from its fork to its last push."""
-    run = Run.open(Path(worker.settings["run"]))
     outer = Job.build(worker.settings["job"], {}, source="job.toml", folder=worker.settings["folder"])
     island = Island.join(worker)
     spec = worker.spec
-    journal = journal_of(worker, run, outer)
+    journal = journal_of(worker, outer)
     links = Links()
     worker.at_end.insert(0, journal.close)
     replica = island.replica(worker, RemoteTables.install)
@@ -43,8 +42,9 @@ def work(worker: Worker) -> dict[str, Any]:
     if (whole := worker.settings["probe"]) is not None:
         worker.doing("comparing the divided model with the whole", 0)
         probe.check(replica, example_of(island.train_set), probe.Probe(**whole), outer.train.precision)
+    checkpoints = Path(worker.settings["run"]) / CHECKPOINTS
     if source := worker.settings["checkpoint"]:
-        restore(_still_there(Path(source), run), replica, elsewhere=remote.names)
+        restore(_still_there(Path(source), checkpoints), replica, elsewhere=remote.names)
         replica.optimizer.state.clear()  # servers have read theirs
     settings = outer.strategy.exchange
     binding = Binding(replica, blocks_of(remote, settings.servers), settings.block_bytes)
@@ -65,7 +65,7 @@ def work(worker: Worker) -> dict[str, Any]:
     rows = ServedRows(remote, client, plan, replica.groups.batch)
     compressed = CompressedPushes(plan, island.number, outer.seed)
     if source and generation == 1 and island.number < outer.strategy.islands:  # others come to what has gone on since
-        with Checkpoint.open(_still_there(Path(source), run), verify=False) as saved:
+        with Checkpoint.open(_still_there(Path(source), checkpoints), verify=False) as saved:
             note = compressed.load(saved, binding.numbers, island.number, outer.strategy.islands)
         if note is not None and island.number == 0 and island.mesh.leads:
             worker.send("note", text=note)
@@ -73,7 +73,7 @@ def work(worker: Worker) -> dict[str, Any]:
     if island.number == 0 and not known["begun"]:
         worker.doing("giving the servers their first values", int(known["rested"]))
         _begin(served, island, source, int(known["rested"]))
-    saver = Saver(worker, run, replica, plan, client, outer.cluster.step_deadline)
+    saver = Saver(worker, checkpoints, replica, plan, client, outer.cluster.step_deadline)
     training = Training(worker, outer, island, replica, served, saver, journal, links, int(known["rested"]))
     worker.at_end.insert(0, training.count)
     journal.add("start", 0, worker.born, time.monotonic_ns())
@@ -81,10 +81,10 @@ def work(worker: Worker) -> dict[str, Any]:
     return training.run_to_end()
 
 
-def _still_there(source: Path, run: Run) -> Path:
+def _still_there(source: Path, checkpoints: Path) -> Path:
     """The checkpoint that the run begins with, or for who comes later the newest one: what servers do not have, such as
     frozen parameters, is the same in it."""
-    return source if source.exists() else checkpoint.newest_valid(run.checkpoints)[0]
+    return source if source.exists() else checkpoint.newest_valid(checkpoints)[0]
 
 
 def _begin(served: Served, island: Island, source: str | None, step: int) -> None:
