@@ -37,6 +37,7 @@ def _check(run: Run, told: str, deaths: int) -> None:
     summary = run.summary
     assert (summary["status"], summary["steps"], summary["attempt"]) == ("done", STEPS, 1), told
     assert told.count("another process takes its place") == deaths
+    (folder / "task.py").write_text(MARKED.replace("SLOW)", "0)"))
     undisturbed = launch.train(run.job, folder / "undisturbed")
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     for name in ("loss", "accuracy"):
@@ -145,4 +146,5 @@ def test_all_are_lost(struck: Struck, tmp_path: Path) -> None:
 
     run, _ = struck(MARKED, {**SETTINGS, "checkpoint.every": 5}, strike)
     assert (run.summary["steps"], run.summary["attempt"]) == (STEPS, 2)
+    (tmp_path / "task.py").write_text(MARKED.replace("SLOW)", "0)"))
     assert losses(run) == pytest.approx(losses(launch.train(run.job, tmp_path / "undisturbed")), rel=1e-5)
