@@ -25,7 +25,7 @@ def said() -> list[tuple[str, str]]:
 
 def test_what_is_done_can_be_said_after_while() -> None:
     texts = said()
-    assert ("train.py", "computing") in texts
+    assert ("steps.py", "computing") in texts
     assert ("local_steps.py", "exchanging between islands") in texts
     wrong = [(file, text) for file, text in [*texts, ("", MEETING), ("", ADDING_UP)] if text.split()[0][-3:] != "ing"]
     assert not wrong

@@ -73,14 +73,23 @@ def test_same_numbers_and_nothing_is_left(run_job: Callable[..., Run], make_job:
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("exchange", ["all_reduce", "local_sgd"])
-def test_a_lost_host_is_replaced_by_one_that_waits(exchange: str, make_job: MakeJob, tmp_path: Path) -> None:
+ISLANDS: dict[str, Any] = {"strategy.islands": 2, "strategy.exchange": {"name": "local_sgd", "every": 2}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at_once"),
+    [
+        ({"strategy.mesh": {"data": 2}}, True),
+        (ISLANDS, True),
+        ({**ISLANDS, "train.randomness": "worker"}, False),
+    ],
+)
+def test_a_lost_host_is_replaced_by_one_that_waits(
+    strategy: dict[str, Any], at_once: bool, make_job: MakeJob, tmp_path: Path
+) -> None:
     """At once where workers may come and go; else from the newest checkpoint."""
     changes = {"train.steps": 10**6, "checkpoint.every": 3, "cluster.heartbeat": 0.2, "cluster.replacements": 3}
-    if exchange == "all_reduce":
-        changes |= {"strategy.mesh": {"data": 2}}
-    else:
-        changes |= {"strategy.islands": 2, "strategy.exchange": {"name": exchange, "every": 2}}
+    changes |= strategy
     write(tmp_path, make_job, changes, MARKED)
     command = train(tmp_path)
     first, second, spare = [join(tmp_path) for _ in range(3)]
@@ -90,15 +99,15 @@ def test_a_lost_host_is_replaced_by_one_that_waits(exchange: str, make_job: Make
     everything = [pid for warm in children(victim.pid) for pid in [warm, *children(warm)]]
     victim.kill()
     assert gone(everything, 10)
-    new = 1 if exchange == "all_reduce" else 2
+    new = 1 if at_once else 2
     wait_for(lambda: len([pid for pid in pids(tmp_path, 1, 60) if pid not in before]) >= new, "other workers", 60)
     command.send_signal(signal.SIGINT)
     errors = ended(command, 130)
     assert "host 127.0.0.1" in errors
     assert "is lost with worker" in errors
-    goes_on = "another process takes its place" if exchange == "all_reduce" else "training goes on from step"
+    goes_on = "another process takes its place" if at_once else "training goes on from step"
     assert goes_on in errors
-    assert (Run.open(tmp_path / "run").attempt == 1) == (exchange == "all_reduce")
+    assert (Run.open(tmp_path / "run").attempt == 1) == at_once
     for joiner in (first, second, spare):
         if joiner is not victim:
             ended(joiner, 0)

@@ -49,7 +49,7 @@ def test_without_ray(make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def cluster_of(job: Job, folder: Path) -> ours.RayCluster:
-    return ours.RayCluster(job, folder, [], [], {}, lambda _: None)
+    return ours.RayCluster(job, folder, [], {}, lambda _: None)
 
 
 @pytest.mark.parametrize(
