@@ -119,10 +119,11 @@ def test_a_journal_at_its_limit_thins_spans_and_keeps_steps(tmp_path: Path) -> N
 
 def test_a_full_disk_costs_lines_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path, "worker", 0, 1)
+    here: Any = journal._file
     real, room = os.write, [30]
 
     def write(descriptor: int, data: Any) -> int:
-        if descriptor != journal._file:
+        if descriptor != here._file:
             return real(descriptor, data)
         if room[0] == 0:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,6 +18,7 @@ from verbund.run import Run
 HOUR = 3600.0
 # The clock of the day is shown to people, written into tokens and policies that speak of days, or compared with files'.
 SHOWN = {
+    "cluster/supplying.py",  # how old a file is that a killed process has left
     "observe/events.py",
     "observe/tensorboard.py",
     "exchange/federated/enrolment.py",
