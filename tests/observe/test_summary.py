@@ -216,3 +216,14 @@ def test_scores(name: str) -> None:
 def test_losses(name: str) -> None:
     assert not larger_is_better(name)
     assert best(name, [0.5, math.nan, 0.75, 0.25]) == 0.25
+
+
+def test_a_step_that_a_replacement_does_again_counts_once(tmp_path: Path) -> None:
+    """Islands share each step; one's worker was killed after it had recorded its share of the second."""
+    for island, life, steps in ((0, 0, (0, 1)), (0, 1, (1, 2)), (1, 0, (0, 1, 2))):
+        journal = Journal(tmp_path / "journal", "worker", island, 1, island=island, life=life)
+        for step in steps:
+            journal.step(step, 1.0, 8.0, 8, 0.1)
+        journal.close()
+    summary = summarise(tmp_path, status="done", strategy={}, world=2, ended_by="steps")
+    assert (summary["steps"], summary["samples"]) == (3, 48)

@@ -145,10 +145,13 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         if event["name"] == "membership" and event.get("joint") is True
     }
     for generation in sorted({j.generation for j in journals}, reverse=True):
-        rows = [j.steps for j in journals if j.generation == generation and len(j.steps)]
-        if not rows:
+        islands: dict[int, list[Floats]] = {}
+        for journal in journals:
+            if journal.generation == generation and len(journal.steps):
+                islands.setdefault(0 if generation in joint else journal.island, []).append(journal.steps)
+        if not islands:
             continue
-        mine = _added(np.concatenate(rows)) if generation not in joint else _once(np.concatenate(rows))
+        mine = _added(np.concatenate([_once(np.concatenate(rows)) for rows in islands.values()]))
         mine = mine[mine[:, 0] < min(limit, _ended(journals, generation))]
         if len(mine):
             limit = float(mine[0, 0])
@@ -163,7 +166,8 @@ def _ended(journals: Sequence[ProcessJournal], generation: int) -> float:
 
 
 def _once(rows: Floats) -> Floats:
-    """Who takes the place of the worker that journals steps records the last ones again: each once, in order."""
+    """Who takes the place of the worker that journals an island's steps records the last ones again: each once, as it
+    was first, in order."""
     return rows[np.unique(rows[:, 0], return_index=True)[1]]
 
 
