@@ -145,13 +145,13 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         if event["name"] == "membership" and event.get("joint") is True
     }
     for generation in sorted({j.generation for j in journals}, reverse=True):
-        islands: dict[int, list[Floats]] = {}
+        leaders: dict[int, list[Floats]] = {}
         for journal in journals:
             if journal.generation == generation and len(journal.steps):
-                islands.setdefault(0 if generation in joint else journal.island, []).append(journal.steps)
-        if not islands:
+                leaders.setdefault(0 if generation in joint else journal.rank, []).append(journal.steps)
+        if not leaders:
             continue
-        mine = _added(np.concatenate([_once(np.concatenate(rows)) for rows in islands.values()]))
+        mine = _added(np.concatenate([_once(np.concatenate(rows)) for rows in leaders.values()]))
         mine = mine[mine[:, 0] < min(limit, _ended(journals, generation))]
         if len(mine):
             limit = float(mine[0, 0])
