@@ -396,11 +396,11 @@ class WireGroup:
         try:
             message = peer.connection.receive(max(deadline - time.monotonic(), 1e-3), into)
             found = _key(message.kind, message.fields)
+            if message.kind == "lost":  # whom it had waited for till then still counts: see `_silent`
+                raise PeerLost(str(message.fields.get("why")))
             peer.waits_for = None
             if found == key:
                 return message
-            if message.kind == "lost":
-                raise PeerLost(str(message.fields.get("why")))
             if message.kind == "leave":
                 peer.left = True
             elif message.kind == "waiting":
