@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -74,6 +75,25 @@ class Federation:
 
     def ended(self, who: str) -> bool:
         return self.result(who) is not None or not alive(self.pids[who])
+
+    def strike(self, who: str, source: random.Random, low: int, high: int, most: int, harmed: int | None = None) -> int:
+        """Starts a process again and again, each time to be killed at or before one of its operations, until it comes
+        to its end; how many lives that took.
+
+        Args:
+            who: the server, or a client.
+            source: of the operations, `low` to `high`, at which it is killed.
+            most: lives, fewer than which it must take.
+            harmed: from that life on nothing kills it; None: something always may.
+        """
+        lives = 0
+        while self.result(who) is None:
+            lives += 1
+            assert lives < most, "it does not get on"
+            at = source.randint(low, high) if harmed is None or lives < harmed else None
+            self.start(who, at, source.random() < 0.5)
+            wait_for(lambda: self.ended(who), f"the end of {who}", 60.0)
+        return lives
 
     def finish(self) -> dict[str, Any]:
         """Waits for all to end; the server's result."""

@@ -85,7 +85,8 @@ def _supply(pipe: int, meeting: Meeting, trees: Sequence[Mapping[str, Any]], cac
         tell(places=supplying.places(trees))
     except VerbundError as error:
         tell(error=error.record())
-    except BaseException as error:
-        tell(error=RunFailed(f"task and data cannot be received: {text_of(error) or type(error).__name__}").record())
+    except Exception as error:  # told by the warm server to the command, which names it as the cause
+        what = f"{type(error).__name__}: {text_of(error)}"
+        tell(error=RunFailed(f"task and data cannot be received: {what}").record())
     finally:
         os._exit(0)

@@ -6,26 +6,15 @@ import random
 
 import pytest
 
+from exchange.federated.playing import NAMES, played
 from verbund.exchange.federated.buffered import BufferedRounds
 from verbund.exchange.federated.round import Event, Phase, Terms
-
-NAMES = [f"owner-{n}" for n in range(6)]
 
 
 def begun(**terms: int) -> BufferedRounds:
     return BufferedRounds(
         Terms(**{"rounds": 5, "cohort": 4, "buffer": 3, "quorum": 2, "attempts": 2, **terms})  # type: ignore[arg-type]
     )
-
-
-def played(rounds: BufferedRounds, events: list[Event]) -> list[Event]:
-    done = []
-    for event in events:
-        rounds.apply(event)
-        done.append(event)
-        while more := rounds.settle():
-            done += played(rounds, more)
-    return done
 
 
 def send(rounds: BufferedRounds, client: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from exchange.federated.playing import NAMES, played
 from verbund.errors import InputError
 from verbund.exchange.federated import cohort
 from verbund.exchange.federated.audit import AuditLog, Head, heads_told, verify, verify_keys
@@ -17,22 +18,9 @@ from verbund.exchange.federated.content import Content
 from verbund.exchange.federated.round import Event, Phase, Rounds, Terms
 from verbund.exchange.federated.round_journal import RoundJournal
 
-NAMES = [f"owner-{n}" for n in range(6)]
-
 
 def digest(client: str, round_: int) -> str:
     return f"{hash((client, round_)) & 0xFFFF:064x}"
-
-
-def played(rounds: Rounds, events: list[Event]) -> list[Event]:
-    """Applies events and what follows; all of them."""
-    done = []
-    for event in events:
-        rounds.apply(event)
-        done.append(event)
-        while more := rounds.settle():
-            done += played(rounds, more)
-    return done
 
 
 def begun(**terms: int | float) -> Rounds:

@@ -45,13 +45,7 @@ def test_the_server_is_killed_with_its_buffer_half_full(
     os.kill(storm.pids["server"], signal.SIGKILL)
     for who in NAMES[1:]:
         storm.start(who)
-    lives = 0
-    while storm.result("server") is None:
-        lives += 1
-        assert lives < 60, "it does not get on"
-        storm.start("server", source.randint(8, 40), source.random() < 0.5)
-        wait_for(lambda: storm.ended("server"), "the end of the server", 60.0)
-    assert lives > 2
+    assert storm.strike("server", source, 8, 40, most=60) > 2
     storm.finish()
     lines = storm.events()
     kept = tmp_path / "storm" / "kept"

@@ -69,13 +69,7 @@ def test_killed_at_any_operation(
     for who in ("server", *NAMES):
         if who != victim:
             storm.start(who)
-    lives = 0
-    while storm.result(victim) is None:
-        lives += 1
-        assert lives < 60, "it does not get on"
-        storm.start(victim, source.randint(3, 24), source.random() < 0.5)
-        wait_for(lambda: storm.ended(victim), f"the end of {victim}", 60.0)
-    assert lives > 5
+    assert storm.strike(victim, source, 3, 24, most=60) > 5
     assert storm.finish()["current"] == expected
     check(storm)
 

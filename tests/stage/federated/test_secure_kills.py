@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from conftest import MakeJob, wait_for
+from conftest import MakeJob
 from storm import Federation
 from verbund.job import Job
 
@@ -64,13 +64,7 @@ def test_the_server_is_killed_at_any_operation(
     storm = Federation(tmp_path / "storm", job, nursery, NAMES)
     for who in NAMES:
         storm.start(who)
-    lives = 0
-    while storm.result("server") is None:
-        lives += 1
-        assert lives < 80, "it does not get on"
-        storm.start("server", source.randint(8, 50), source.random() < 0.5)
-        wait_for(lambda: storm.ended("server"), "the end of the server", 60.0)
-    assert lives > 5
+    assert storm.strike("server", source, 8, 50, most=80) > 5
     assert storm.finish()["current"] == expected
     lines = storm.events()
     counts = {kind: sum(line["event"] == kind for line in lines) for kind in ("invited", "answered", "summed")}
@@ -85,13 +79,7 @@ def test_a_client_is_killed_at_any_operation(tmp_path: Path, make_job: MakeJob, 
     storm = Federation(tmp_path / "storm", job, nursery, NAMES)
     for who in ("server", *NAMES[1:]):
         storm.start(who)
-    victim, lives = NAMES[0], 0
-    while storm.result(victim) is None:
-        lives += 1
-        assert lives < 80, "it does not get on"
-        at = source.randint(4, 40) if lives < 12 else None
-        storm.start(victim, at, source.random() < 0.5)
-        wait_for(lambda: storm.ended(victim), f"the end of {victim}", 60.0)
+    storm.strike(NAMES[0], source, 4, 40, most=80, harmed=12)
     assert storm.finish()["phase"] == "done"
     lines = storm.events()
     summed = [line for line in lines if line["event"] == "summed"]

@@ -29,12 +29,7 @@ class BufferedRounds(Rounds):
         """By client the round that it started in last, in this attempt."""
 
     def select(self, available: Iterable[str], waited_enough: bool) -> list[Event]:
-        """Starts clients that are free.
-
-        Args:
-            available: the names of clients that may be asked.
-            waited_enough: whether the time is over in which more could have come.
-        """
+        """Starts clients that are free; see `Rounds.select`."""
         if self.phase is not Phase.TRAINING:
             return []
         names = set(available)
