@@ -1,6 +1,6 @@
 """Data-parallel training with one slow worker of four: even shares, shares by speed, and what could be had at best.
 
-    sudo python bench/stragglers.py --data mnist-10k.parquet [--share 0.2] [--steps 80] [--rounds 3]
+    sudo python bench/stragglers.py --data mnist-10k.parquet [--share 0.4] [--steps 80] [--rounds 3]
 
 A ConvNet learns digits in global batches of 256. Each of the four workers has a share of a core (cgroup v1,
 `cpu.cfs_quota_us`; needs root), the last one a quarter of that. The ideal is the speed of a run in which all have whole
@@ -33,7 +33,7 @@ from verbund.observe.journal import read
 from verbund.run import Run
 
 WORKERS, BATCH, ROWS = 4, 256, 8_000
-SLOWER, PERIOD, WARM_UP = 4, 50_000, 5
+SLOWER, PERIOD, WARM_UP = 4, 20_000, 5
 ROWS_OF = {
     "all alike": ("none", False),
     "even": ("none", True),
@@ -124,7 +124,7 @@ def trained(folder: Path, row: str, given: argparse.Namespace) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="Parquet with the columns image and label")
-    parser.add_argument("--share", type=float, default=0.2, help="of a core, for each worker")
+    parser.add_argument("--share", type=float, default=0.4, help="of a core, for each worker")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()

@@ -156,6 +156,23 @@ def test_a_store_answers_when_there_is_what_was_asked_for(monkeypatch: pytest.Mo
     assert not one.delete_key("c")
     with pytest.raises(RuntimeError, match="nobody has said a within"):
         apart.get("a")
+    asked: list[str] = []
+    ask = client()
+
+    def counted(kind: str, fields: dict[str, object], arrays: dict[str, Array], timeout: float) -> Message:
+        asked.append(str(fields["what"]))
+        return ask(kind, fields, arrays, timeout)
+
+    for number in range(100):
+        one.set(f"rank/{number}", str(number))
+    late = Store(counted, "s", 10.0)
+    for number in range(100):
+        late.wait([f"rank/{number}"])
+        assert late.get(f"rank/{number}") == str(number).encode()
+    assert len(asked) == 2  # an answer tells up to 64 values
+    assert late.get("n") == b"5"
+    one.add("n", 1)
+    assert late.get("n") == b"6"  # what is counted is asked for each time
     for end in ends:
         end.end()
     listener.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import members
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,6 +111,24 @@ def many_rounds(group: Group, tell: Any, seed: int, rounds: int) -> str:
 @pytest.mark.parametrize("world", ROUNDS)
 def test_every_collective_is_exact_on_all_members(tmp_path: Path, world: int) -> None:
     assert members.run(tmp_path, world, many_rounds, world, ROUNDS[world]) == ["equal"] * world
+
+
+def records(group: Group, tell: Any, seed: int) -> str:
+    """Records of all lengths, short ones of one all-gather and long ones of two, and of both kinds together."""
+    draw = random.Random(seed)
+    for number in range(60):
+        lengths = [draw.choice((0, 1, 900, draw.randint(930, 980), 5000)) for _ in range(group.world)]
+        given = [np.random.default_rng((number, rank)).integers(0, 255, n, np.uint8) for rank, n in enumerate(lengths)]
+        found = group.all_gather_arrays({"bytes": given[group.rank], f"of {group.rank}": np.arange(2)}, "records")
+        for rank, (one, wanted) in enumerate(zip(found, given, strict=True)):
+            assert set(one) == {"bytes", f"of {rank}"}
+            assert np.array_equal(one["bytes"], wanted)
+    return "equal"
+
+
+@pytest.mark.parametrize("hosts", [None, ["a", "b", "c"]])
+def test_records_of_any_length(tmp_path: Path, hosts: list[str] | None) -> None:
+    assert members.run(tmp_path, 3, records, 1, hosts=hosts) == ["equal"] * 3
 
 
 def test_more_members_than_cores(tmp_path: Path) -> None:

@@ -13,12 +13,18 @@ _KEYS = 100_000
 _BYTES = 1 << 26
 
 
+_AT_ONCE = 64
+"""No answer tells more values than so many."""
+
+
 @dataclass(frozen=True)
 class _Waiting:
     connection: Connection
     number: int
     keys: list[str]
     wants_value: bool
+    seen: int
+    """How many of the values that were said once the asker has got."""
 
 
 class Keys:
@@ -26,6 +32,8 @@ class Keys:
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, Array]] = {}
+        self._said: dict[str, list[str]] = {}
+        """The keys that were set, in order; not those that are counted or compared, whose values change."""
         self._waiting: dict[str, list[_Waiting]] = {}
         self._bytes = 0
 
@@ -37,12 +45,14 @@ class Keys:
         known = all(key in values for key in keys)
         match fields["what"]:
             case "get" | "wait" as what:
-                waiting = _Waiting(connection, number, keys, what == "get")
+                waiting = _Waiting(connection, number, keys, what == "get", int(fields["seen"]))
                 if known:
-                    self._reply(waiting, values)
+                    self._reply(waiting, name)
                 else:
                     self._waiting.setdefault(name, []).append(waiting)
             case "set":
+                if not known:
+                    self._said.setdefault(name, []).append(keys[0])
                 self._put(name, keys[0], arrays["value"])
                 _send(connection, number)
             case "add":
@@ -66,6 +76,7 @@ class Keys:
     def forget(self, name: str) -> None:
         """Nobody asks a store for anything any more."""
         values = self._values.pop(name, {})
+        self._said.pop(name, None)
         self._waiting.pop(name, None)
         self._bytes -= sum(len(key) + value.nbytes for key, value in values.items())
 
@@ -92,15 +103,17 @@ class Keys:
             still = []
             for one in waiting:
                 if all(key in values for key in one.keys):
-                    self._reply(one, values)
+                    self._reply(one, name)
                 else:
                     still.append(one)
             self._waiting[name] = still
 
-    @staticmethod
-    def _reply(waiting: _Waiting, values: dict[str, Array]) -> None:
+    def _reply(self, waiting: _Waiting, name: str) -> None:
+        values = self._values[name]
+        said = [key for key in self._said.get(name, [])[waiting.seen :] if key in values][:_AT_ONCE]
         value = values[waiting.keys[0]] if waiting.wants_value else _NOTHING
-        _send(waiting.connection, waiting.number, value=value)
+        found = {str(number): values[key] for number, key in enumerate(said)}
+        _send(waiting.connection, waiting.number, {"said": said}, value=value, **found)
 
 
 def _send(connection: Connection, number: int, fields: dict[str, object] | None = None, **arrays: Array) -> None:

@@ -15,7 +15,7 @@ from verbund.job import Cluster as Limits
 ADDING_UP = "adding up gradients"
 """What a worker does that waits for the others in a step's collective."""
 
-_SUSPENDED_BEATS = 3
+_SUSPENDED_BEATS = 2
 """Heartbeats after which a process that is known to be stopped counts as lost."""
 
 

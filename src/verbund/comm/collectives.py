@@ -36,6 +36,8 @@ Work = Any
 _THREADS = 4
 _CONNECT_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
+_SHORT = 1016
+"""Bytes of a record that need no second all-gather."""
 
 
 class Group:
@@ -140,7 +142,6 @@ class Group:
                 nccl._timeout = limit
                 store = c10d.PrefixStore("nccl/", self._store)
                 self._nccl = c10d.ProcessGroupNCCL(store, self.rank, self.world, nccl)
-            self.all_reduce(torch.zeros(1), "the first meeting")
         except RuntimeError as error:
             raise PeerLost(f"the {self.world} workers did not meet: {_first_line(error)}") from error
 
@@ -349,10 +350,20 @@ class Group:
         header = json.dumps(described).encode()
         raw = len(header).to_bytes(8, "little") + header
         raw += b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
-        sizes = [int(t) for t in self.all_gather(torch.tensor([len(raw)]), what)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        return [_arrays(t[:n].numpy().tobytes()) for t, n in zip(self.all_gather(padded, what), sizes, strict=True)]
+        # Most records are short: all of one fits into what is told of it first.
+        first = torch.zeros(8 + _SHORT, dtype=torch.uint8)
+        head = len(raw).to_bytes(8, "little") + raw[:_SHORT]
+        first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        told = [t.numpy().tobytes() for t in self.all_gather(first, what)]
+        sizes = [int.from_bytes(t[:8], "little") for t in told]
+        longest = max(sizes) - _SHORT
+        if longest <= 0:
+            return [_arrays(t[8 : 8 + n]) for t, n in zip(told, sizes, strict=True)]
+        rest = torch.zeros(longest, dtype=torch.uint8)
+        if len(raw) > _SHORT:
+            rest[: len(raw) - _SHORT] = torch.frombuffer(bytearray(raw[_SHORT:]), dtype=torch.uint8)
+        rests = [t.numpy().tobytes() for t in self.all_gather(rest, what)]
+        return [_arrays((t[8:] + r)[:n]) for t, r, n in zip(told, rests, sizes, strict=True)]
 
     def leave(self) -> None:
         """Ends all that this process has under way with the island's workers, in whatever group made from the first.
