@@ -89,8 +89,9 @@ class Group:
             assert store is not None, "a group of several needs a store"
             self._store = c10d.FileStore(str(store), world) if isinstance(store, Path) else store
             try:
-                self._meet()
-                self._host, self.note = Host.meet(rank, self._exchange)
+                arena, record = Host.described()
+                records = self._meet(record)
+                self._host, self.note = Host.met(rank, arena, records)
                 self._share()
             except PeerLost:
                 self.leave()
@@ -119,11 +120,19 @@ class Group:
             part._store = c10d.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}/", self._store)
             part._host, part._numbers = self._host, [self._numbers[rank] for rank in ranks]
             part._sockets = self._sockets
-            part._meet()
+            part._meet({})
             part._share()
         return part
 
-    def _meet(self) -> None:
+    def _meet(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Connects all members once they are there.
+
+        Args:
+            record: plain values that this one tells the others.
+
+        Returns:
+            those of all, by rank.
+        """
         limit = timedelta(seconds=self._timeout)
         options = c10d.ProcessGroupGloo._Options()
         # Once all are there they connect at once, or one of them has gone again.
@@ -131,8 +140,9 @@ class Group:
         options._threads = _THREADS
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         try:
-            self._store.set(f"here/{self.rank}", "1")
+            self._store.set(f"here/{self.rank}", json.dumps(record))
             self._store.wait([f"here/{rank}" for rank in range(self.world)], limit)
+            records = [json.loads(self._store.get(f"here/{rank}")) for rank in range(self.world)]
             store = c10d.PrefixStore("gloo/", self._store)
             with self._sockets.opened():
                 self._gloo = self._connected(lambda: c10d.ProcessGroupGloo(store, self.rank, self.world, options))
@@ -142,6 +152,7 @@ class Group:
                 nccl._timeout = limit
                 store = c10d.PrefixStore("nccl/", self._store)
                 self._nccl = c10d.ProcessGroupNCCL(store, self.rank, self.world, nccl)
+            return records
         except RuntimeError as error:
             raise PeerLost(f"the {self.world} workers did not meet: {_first_line(error)}") from error
 
@@ -183,6 +194,7 @@ class Group:
         channels, note = self._host.channels(self._numbers, 1 if len(companions) == 1 else 2, self._exchange)
         self.note = self.note or note
         if note is not None:
+            self._host = None
             return
         groups = [SharedGroup(self._host, channel, self._timeout) for channel in channels]
         if len(companions) == 1:

@@ -44,9 +44,8 @@ class Sockets:
         """Ends the connections, for this process's own threads and for the peers, and those that are still being
         opened as soon as they are. Their numbers stay in use. From any thread."""
         self._over = True
-        now = _sockets()
         for number, identity in list(self._found.items()):
-            if now.get(number) != identity:
+            if _socket(number) != identity:
                 continue  # it is closed, and the number may be another's
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6):
@@ -60,12 +59,8 @@ class Sockets:
         A kernel gives up such a connection by itself, but only after a quarter of an hour.
         """
         found, still, now = dict[str, float](), dict[int, float](), time.monotonic()
-        try:
-            known = _sockets()
-        except OSError:  # there are too many open files, perhaps
-            return {}
         for number, identity in list(self._found.items()):
-            if known.get(number) != identity:
+            if _socket(number) != identity:
                 continue
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
                 if copy.family not in (socket.AF_INET, socket.AF_INET6):
@@ -84,10 +79,14 @@ class Sockets:
 
 def _sockets() -> dict[int, int]:
     """The numbers of this process's sockets, and what the kernel knows each by."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            status = os.stat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return {number: identity for number in numbers if (identity := _socket(number)) is not None}
+
+
+def _socket(number: int) -> int | None:
+    """What the kernel knows the socket of this number by; None if it is none."""
+    with suppress(OSError):
+        status = os.fstat(number)
+        if stat.S_ISSOCK(status.st_mode):
+            return status.st_ino
+    return None

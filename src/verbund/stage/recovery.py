@@ -11,7 +11,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,19 +41,23 @@ def bring_together(
     """
     group = replica.groups.data
     mine = -1 if step is None else step
-    raw = np.frombuffer(json.dumps({"step": mine, "state": state, "lost": lost}).encode(), np.uint8)
-    every = [json.loads(row["record"].tobytes()) for row in group.all_gather_arrays({"record": raw}, _WHAT)]
-    newest = max(each["step"] for each in every)
+    raw = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+    told = group.all_gather(torch.tensor([mine, len(raw), int(lost)]), _WHAT)
+    steps, lengths, losses = torch.stack(told).T.tolist()
+    newest = max(steps)
     if newest < 0:
         raise ClusterLost("all workers were lost: nobody has what has been trained")
-    have = [rank for rank, each in enumerate(every) if each["step"] == newest]
-    lack = [rank for rank, each in enumerate(every) if each["step"] < newest]
+    have = [rank for rank, each in enumerate(steps) if each == newest]
+    lack = [rank for rank, each in enumerate(steps) if each < newest]
+    if group.rank != have[0]:
+        raw = torch.empty(lengths[have[0]], dtype=torch.uint8)
+    group.finish(group.start_broadcast(raw, have[0]), _WHAT)
     with torch.no_grad():
         if mine < newest:
             _receive(replica, group, have)
         elif lack:
             _give(replica, group, have, lack)
-    return newest, every[have[0]]["state"], any(each["lost"] for each in every)
+    return newest, json.loads(raw.numpy().tobytes()), any(losses)
 
 
 def _tensors(replica: Replica) -> dict[tuple[str, str], Tensor]:

@@ -87,11 +87,15 @@ class StepRecord:
 
     def again(self, known: dict[str, Any], step: int) -> None:
         """Journals the last steps before `step`: whoever did so may have gone before it wrote them, or not have come so
-        far. `known` is what another worker knows; see `TrainingState.known`."""
+        far. `known` is what another worker knows; see `TrainingState.known`. A new worker keeps that too, as it may be
+        the next that all others ask."""
+        rows = {int(row[0]): row for row in [*self.recent, *known["recent"]] if row[0] < step}
+        if self._keeps:
+            now = time.monotonic()
+            self._recent = deque((now, rows[number]) for number in sorted(rows))
         if self._island.mesh.rank == 0:
-            for row in {int(row[0]): row for row in [*self.recent, *known["recent"]]}.values():
-                if row[0] < step:
-                    self.journal.step(*row)
+            for row in rows.values():
+                self.journal.step(*row)
 
     def collective(self, step: int, index: int, start: int, end: int) -> None:
         """Records a collective that is none of a step's gradients."""

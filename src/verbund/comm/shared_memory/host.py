@@ -23,32 +23,41 @@ class Host:
         number: this process's among all, on whichever host.
         hosts: which host each process is on.
         neighbours: those on this one, by their numbers.
+        problem: why this process cannot use their memory, if so; the others hear of it with the first channels.
     """
 
-    def __init__(self, arena: Arena, number: int, hosts: Sequence[str], neighbours: dict[int, Neighbour]) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        number: int,
+        hosts: Sequence[str],
+        neighbours: dict[int, Neighbour],
+        problem: str | None = None,
+    ) -> None:
         self.arena, self.number = arena, number
         self._hosts = hosts
         self._neighbours = neighbours
+        self._problem = problem
         self.progress = Progress(1 + len(neighbours))
         self.moved = 0
         """Bytes of the values that this process has handed over to collectives."""
 
     @staticmethod
-    def meet(number: int, exchange: Exchange) -> tuple[Host | None, str | None]:
-        """All processes meet; together they have a host each, or none has.
+    def described() -> tuple[Arena | None, dict[str, Any]]:
+        """This process's arena, and what the others are to know of it, plain values."""
+        try:
+            host, arena = identity.host(), Arena()
+            return arena, {"problem": None, "host": host, **arena.record()}
+        except Unavailable as error:
+            return None, {"problem": str(error)}
+
+    @staticmethod
+    def met(number: int, arena: Arena | None, records: Sequence[dict[str, Any]]) -> tuple[Host | None, str | None]:
+        """This process among those of its host, once all have told their records.
 
         Returns:
             The host, if any two processes share one; and why there is none, if that is not as it should be.
         """
-        arena: Arena | None = None
-        record: dict[str, Any] = {"problem": None}
-        try:
-            record["host"] = identity.host()
-            arena = Arena()
-            record |= arena.record()
-        except Unavailable as error:
-            record["problem"] = str(error)
-        records = exchange(record)
         if note := _note(records):
             return None, note
         hosts = [record["host"] for record in records]
@@ -62,9 +71,7 @@ class Host:
                     neighbours[other] = Neighbour.of(record)
         except Unavailable as error:
             problem = str(error)
-        if note := _note(exchange({"problem": problem})):
-            return None, note
-        return Host(arena, number, hosts, neighbours), None
+        return Host(arena, number, hosts, neighbours, problem), None
 
     def leave(self) -> None:
         """This process goes on with nothing that it has begun: who waits for it hears that it is gone."""
@@ -91,9 +98,9 @@ class Host:
         """
         here = next(part for part in self.companions(members) if self.number in part)
         places: list[int] = []
-        problem = None
+        problem = self._problem
         try:
-            if len(here) > 1:
+            if len(here) > 1 and problem is None:
                 places = [self.arena.take(BYTES) for _ in range(count)]
         except NoRoom as error:
             problem = str(error)
