@@ -24,7 +24,18 @@ def job(make_job: MakeJob, tmp_path: Path) -> str:
 
 
 def test_a_batch_script(command: Command, job: str, tmp_path: Path) -> None:
-    asked = ["--partition", "gpu", "--time", "1-00:00:00", "--gpus-per-node", "2", "--stop-before", "60"]
+    asked = [
+        "--partition",
+        "gpu",
+        "--time",
+        "1-00:00:00",
+        "--gpus-per-node",
+        "2",
+        "--stop-before",
+        "60",
+        "--folder",
+        "/scratch/a b",
+    ]
     written = command("launch", "slurm", job, *TWO, *asked, "--out", "a b.sh")
     assert written.status == 0, written.err
     assert "sbatch a b.sh" in written.out
@@ -44,6 +55,7 @@ def test_a_batch_script(command: Command, job: str, tmp_path: Path) -> None:
         quoted = before.replace("\\'", "").count('"') % 2 == 1 or before.count("'") % 2 == 1
         assert quoted or re.search(r"\w=$", before), (before, found[0])
     assert "--slots 2" in text
+    assert "--folder '/scratch/a b' &" in text
     assert "--set 'cluster.trusted_network=\"10.0.0.0/8\"'" in text
 
 
@@ -90,7 +102,6 @@ SPECS = {
         "parallelism": NUMBER,
         "backoffLimit": NUMBER,
         "podFailurePolicy": {"rules": [RULE]},
-        "successPolicy": {"rules": [{"succeededIndexes": TEXT, "succeededCount": NUMBER}]},
         "template": {"metadata": {"labels": NAMES}, "spec": POD},
     },
     ("v1", "Service"): {
@@ -123,47 +134,66 @@ def fits(value: Any, schema: Any, where: str) -> None:
         assert type(value) is schema, where
 
 
-def test_manifests(command: Command, job: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_manifests(shared: bool, command: Command, job: str, tmp_path: Path) -> None:
     asked = ["--image", "r.example/v:1", "--gpus-per-node", "2", "--memory", "16Gi", "--namespace", "ml", "--cpus", "4"]
-    written = command("launch", "kubernetes", job, *TWO, *asked)
+    nodes = ("--workers", "6", "--nodes", "3", "--set", 'cluster.trusted_network="10.0.0.0/8"')
+    written = command("launch", "kubernetes", job, *nodes, *asked, *(["--shared"] if shared else []))
     assert written.status == 0, written.err
     documents = list(yaml.safe_load_all(written.out))
-    for document in documents:
-        fits(document.pop("spec"), SPECS[document["apiVersion"], document["kind"]], document["kind"])
-        assert document["metadata"] == {"name": "my-job", "namespace": "ml"}
-        assert document.keys() == {"apiVersion", "kind", "metadata"}
-    service, policy, run = (document["spec"] for document in yaml.safe_load_all(written.out))
-    pod = run["template"]["spec"]
-    (container,) = pod["containers"]
-    # The pods of the Job are those of the Service that is their subdomain; the secret is theirs alone.
-    assert pod["subdomain"] == "my-job"
-    assert service["selector"] == policy["podSelector"]["matchLabels"] == {"batch.kubernetes.io/job-name": "my-job"}
-    assert run["completionMode"] == "Indexed"
-    assert run["completions"] == run["parallelism"] == 2
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
-    assert pod["volumes"][1]["secret"] == {"secretName": "my-job-secret", "defaultMode": 0o440}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert container["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2}
-    shell, option, commands = container["command"]
-    (tmp_path / "commands.sh").write_text(commands)
-    assert subprocess.run([shell, "-n", tmp_path / "commands.sh"], capture_output=True).stderr == b""
-    assert option == "-c"
-    assert f"exec verbund join my-job-0.my-job:{PORT} --slots 2" in commands
+    for document, name in zip(documents, ["my-job", "my-job", "my-job", "my-job-workers"], strict=True):
+        fits(document["spec"], SPECS[document["apiVersion"], document["kind"]], document["kind"])
+        assert document["metadata"] == {"name": name, "namespace": "ml"}
+        assert document.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    service, policy, *jobs = (document["spec"] for document in documents)
+    head, others = (run["template"]["spec"] for run in jobs)
+    # The head is what the others look for; nobody but the pods of both Jobs reaches either.
+    assert head["subdomain"] == "my-job"
+    label = {"app.kubernetes.io/instance": "my-job"}
+    assert service["selector"] == policy["podSelector"]["matchLabels"] == label
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == label
+    assert [(run["completions"], run["parallelism"], run["completionMode"]) for run in jobs] == [
+        (1, 1, "Indexed"),
+        (2, 2, "Indexed"),
+    ]
+    # One volume at one pod, or all share it.
+    claim = {"name": "work", "persistentVolumeClaim": {"claimName": "verbund"}}
+    assert head["volumes"][0] == claim
+    assert others["volumes"][0] == (claim if shared else {"name": "work", "emptyDir": {}})
+    for run, pod in zip(jobs, (head, others), strict=True):
+        assert label.items() <= run["template"]["metadata"]["labels"].items()
+        (container,) = pod["containers"]
+        assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
+        assert pod["volumes"][1]["secret"] == {"secretName": "my-job-secret", "defaultMode": 0o440}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert container["resources"]["limits"] == {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 2}
+        shell, option, commands = container["command"]
+        (tmp_path / "commands.sh").write_text(commands)
+        assert subprocess.run([shell, "-n", tmp_path / "commands.sh"], capture_output=True).stderr == b""
+        assert option == "-c"
+
+
+def test_a_single_pod_needs_no_others(command: Command, job: str) -> None:
+    text = command("launch", "kubernetes", job, "--image", "i").out
+    assert [document["kind"] for document in yaml.safe_load_all(text)] == ["Service", "NetworkPolicy", "Job"]
 
 
 def test_each_pod_runs_its_part(command: Command, job: str, tmp_path: Path) -> None:
-    """The commands of the first pod and of another, with a `verbund` that says what it was asked."""
+    """The commands of the head and of another pod, with a `verbund` that says what it was asked."""
     text = command("launch", "kubernetes", job, *TWO, "--image", "i", "--mount", str(tmp_path)).out
-    commands = list(yaml.safe_load_all(text))[2]["spec"]["template"]["spec"]["containers"][0]["command"]
+    jobs = list(yaml.safe_load_all(text))[2:]
     (tmp_path / "verbund").write_text('#!/bin/sh\nIFS="|"\necho "$*|"\n')
     (tmp_path / "verbund").chmod(0o700)
 
-    def said(index: int) -> list[str]:
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "JOB_COMPLETION_INDEX": str(index)}
+    def said(number: int) -> list[str]:
+        commands = jobs[number]["spec"]["template"]["spec"]["containers"][0]["command"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
         done = subprocess.run(commands, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         return sorted(done.stdout.splitlines())
 
-    assert [line.split("|")[:2] for line in said(1)] == [["join", f"my-job-0.my-job:{PORT}"]]
+    (join,) = said(1)
+    assert join.startswith(f"join|my-job-0.my-job:{PORT}|--slots|2|")
+    assert join.endswith(f"|--folder|{tmp_path}|")
     joins, trains = said(0)
     assert joins.startswith(f"join|127.0.0.1:{PORT}|--slots|2|")
     assert trains.startswith('train|job.toml|--run|runs/my-job|--set|cluster.trusted_network="10.0.0.0/8"|--workers|4|')
@@ -177,6 +207,8 @@ WRONG = [
     (["slurm", "--nodes", "2", "--workers", "2"], "without encryption or proof"),
     (["slurm", "--time", "soon"], "`soon` is no time limit"),
     (["slurm", "--partition", "a b"], "`a b` is no name"),
+    (["slurm", "--folder", "here"], "`here` is no absolute path"),
+    (["kubernetes", "--image", "i", "--strategy", "islands=2,exchange=parameter_server"], "Give `--shared`"),
     (["kubernetes"], "Missing option '--image'"),
     (["kubernetes", "--image", "a b"], "`a b` is no image"),
     (["kubernetes", "--image", "i", "--name", "My"], "`My` is no name of a Job"),

@@ -61,6 +61,10 @@ def slurm(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where the command listens on the first machine.")
     ] = "0.0.0.0:0",
+    keep: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="Of each node, where it gets task and data to, e.g. /scratch/me."),
+    ] = None,
     settings: Settings = None,
     workers: Workers = None,
     strategy: StrategyText = None,
@@ -73,22 +77,26 @@ def slurm(
     from verbund.stage.launchers.slurm import Slurm, script
 
     whole = Job.read(job, changes_of(settings, workers, strategy, None))
-    asked = Slurm(nodes, partition, time, gpus, cpus, account, requeues, stop_before, listen)
+    asked = Slurm(nodes, partition, time, gpus, cpus, account, requeues, stop_before, listen, keep)
     return _written(script(whole, job.resolve(), asked, _given(settings, workers, strategy)), "script", out, "sbatch")
 
 
 @launch.command(
     epilog="Example: `verbund launch kubernetes job.toml --image registry.example/verbund:1 --workers 4 --nodes 2 "
-    "--claim shared | kubectl apply -f -`"
+    "--claim mine | kubectl apply -f -`"
 )
 def kubernetes(
     job: JobFile,
     image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="With Verbund and what the task imports.")],
     nodes: Nodes = 1,
     claim: Annotated[
-        str, typer.Option("--claim", metavar="NAME", help="A volume that all pods see, with the job's folder.")
+        str, typer.Option("--claim", metavar="NAME", help="A volume with the job's folder, for the first pod.")
     ] = "verbund",
-    mount: Annotated[str, typer.Option("--mount", metavar="PATH", help="Where pods see it.")] = "/verbund",
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="All pods mount the volume; else they get task and data from the first pod."),
+    ] = False,
+    mount: Annotated[str, typer.Option("--mount", metavar="PATH", help="Where it is mounted.")] = "/verbund",
     name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the Job; default: the job's.")] = None,
     namespace: Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Of everything.")] = None,
     gpus: PerNode = None,
@@ -108,11 +116,11 @@ def kubernetes(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> Answer:
-    """Write manifests for `kubectl`: an indexed Job, a headless Service, and a NetworkPolicy around them."""
+    """Write manifests for `kubectl`: a Job for the command, one for the other pods, a Service and a NetworkPolicy."""
     from verbund.stage.launchers.kubernetes import Kubernetes, manifests
 
     whole = Job.read(job, changes_of(settings, workers, strategy, None))
-    asked = Kubernetes(image, nodes, claim, mount, name, namespace, gpus, cpus, memory, grace)
+    asked = Kubernetes(image, nodes, claim, shared, mount, name, namespace, gpus, cpus, memory, grace)
     text = manifests(whole, job, asked, _given(settings, workers, strategy))
     return _written(text, "manifests", out, "kubectl apply -f")
 

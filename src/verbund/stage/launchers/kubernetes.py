@@ -1,5 +1,5 @@
-"""Manifests for Kubernetes: an indexed Job whose pods join, a headless Service by which they find the first, and a
-NetworkPolicy that keeps others out.
+"""Manifests for Kubernetes: a Job of one pod, the head, that has the volume and runs the command; an indexed Job whose
+pods join and need no volume; a headless Service by which they find the head, and a NetworkPolicy that keeps others out.
 
 Facts of the API: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/job-v1/ (completionMode,
 podFailurePolicy, which asks for restartPolicy Never; successPolicy since 1.31), and the hostname NAME-INDEX of a pod of
@@ -22,9 +22,10 @@ from verbund.stage.launchers import yaml
 from verbund.stage.launchers.shares import slots_of
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME = 52  # a pod's hostname has 63 characters, and `-INDEX` follows the Job's name
+_WORKERS = "workers"
+_LONGEST_NAME = 52 - len(f"-{_WORKERS}")  # a pod's hostname has 63 characters, and `-INDEX` follows the Job's name
 _SECRET = PurePosixPath("/run/verbund")
-_LABEL = "batch.kubernetes.io/job-name"
+_LABEL = "app.kubernetes.io/instance"
 _USER = 65532
 _INPUT_WRONG, _FAILED = 2, 1
 
@@ -36,7 +37,9 @@ class Kubernetes:
     Args:
         image: with Verbund and what the task imports.
         nodes: pods.
-        claim: a PersistentVolumeClaim that all pods may mount (ReadWriteMany), with the job's folder.
+        claim: a PersistentVolumeClaim with the job's folder.
+        shared: whether all pods mount it (ReadWriteMany); else the head alone (ReadWriteOnce will do), and the others
+            get task and data from there.
         mount: where it is mounted.
         name: of the Job; default: the job's.
         namespace: of everything.
@@ -49,6 +52,7 @@ class Kubernetes:
     image: str
     nodes: int = 1
     claim: str = "verbund"
+    shared: bool = False
     mount: str = "/verbund"
     name: str | None = None
     namespace: str | None = None
@@ -90,6 +94,9 @@ def manifests(job: Job, file: Path, asked: Kubernetes, arguments: Sequence[tuple
         InputError: if Kubernetes, or the job on so many pods, could not run.
     """
     asked.check()
+    if job.strategy.exchange.served and not asked.shared:
+        fix = "Give `--shared`, and a claim that all pods may mount (ReadWriteMany)"
+        raise InputError("parameter servers need a run folder that all pods see", where="strategy.exchange", fix=fix)
     slots = slots_of(job, asked.nodes)
     name = asked.name or re.sub(r"[^a-z0-9]+", "-", (job.name or "job").lower()).strip("-") or "job"
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
@@ -98,10 +105,18 @@ def manifests(job: Job, file: Path, asked: Kubernetes, arguments: Sequence[tuple
     head = (
         f"# kubectl create secret generic {name}-secret --from-file=secret=FILE, where FILE has 32 random bytes:\n"
         f"#   head -c 32 /dev/urandom > FILE\n"
-        f"# The claim `{asked.claim}` (ReadWriteMany) has the folder of the job; runs are written there.\n"
+        f"# The claim `{asked.claim}` (ReadWrite{'Many' if asked.shared else 'Once'}) has the folder of the job; "
+        "runs are written there.\n"
     )
-    commands = _commands(job, name, file, asked, slots, arguments)
-    parts = [_service(name), _policy(name), _job(name, asked, commands)]
+    claim = {"persistentVolumeClaim": {"claimName": asked.claim}}
+    parts = [
+        _service(name),
+        _policy(name),
+        _job(name, name, asked, 1, claim, _head(job, name, file, asked, slots, arguments)),
+    ]
+    if asked.nodes > 1:
+        own = claim if asked.shared else {"emptyDir": {}}
+        parts.append(_job(name, f"{name}-{_WORKERS}", asked, asked.nodes - 1, own, _joins(name, asked, slots)))
     for part in parts:
         if asked.namespace is not None:
             part["metadata"]["namespace"] = asked.namespace
@@ -136,7 +151,17 @@ def _policy(name: str) -> dict[str, Any]:
     }
 
 
-def _job(name: str, asked: Kubernetes, commands: str) -> dict[str, Any]:
+def _job(name: str, job: str, asked: Kubernetes, pods: int, volume: dict[str, Any], commands: str) -> dict[str, Any]:
+    """One Job.
+
+    Args:
+        name: of all objects together.
+        job: this one's name.
+        asked: see there.
+        pods: how many.
+        volume: what is mounted where they work.
+        commands: what each runs.
+    """
     resources: dict[str, Any] = {"cpu": asked.cpus, "memory": asked.memory, "nvidia.com/gpu": asked.gpus}
     resources = {key: value for key, value in resources.items() if value is not None}
     container: dict[str, Any] = {
@@ -166,7 +191,7 @@ def _job(name: str, asked: Kubernetes, commands: str) -> dict[str, Any]:
         "securityContext": {"runAsNonRoot": True, "runAsUser": _USER, "fsGroup": _USER},
         "containers": [container],
         "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": asked.claim}},
+            {"name": "work", **volume},
             {"name": "secret", "secret": {"secretName": f"{name}-secret", "defaultMode": 0o440}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
@@ -183,23 +208,30 @@ def _job(name: str, asked: Kubernetes, commands: str) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name},
+        "metadata": {"name": job},
         "spec": {
             "completionMode": "Indexed",
-            "completions": asked.nodes,
-            "parallelism": asked.nodes,
-            "backoffLimit": 10 * asked.nodes,
+            "completions": pods,
+            "parallelism": pods,
+            "backoffLimit": 10 * pods,
             "podFailurePolicy": failures,
-            "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-            "template": {"metadata": {"labels": {"app.kubernetes.io/name": "verbund"}}, "spec": pod},
+            "template": {"metadata": {"labels": {"app.kubernetes.io/name": "verbund", _LABEL: name}}, "spec": pod},
         },
     }
 
 
-def _commands(
-    job: Job, name: str, file: Path, asked: Kubernetes, slots: int, arguments: Sequence[tuple[str, str]]
-) -> str:
-    """What each pod runs: the first one the command besides."""
+def _join(address: str, asked: Kubernetes, slots: int) -> str:
+    return f"verbund join {address}:{PORT} --slots {slots} --grace {max(1, asked.grace - 10)}"
+
+
+def _joins(name: str, asked: Kubernetes, slots: int) -> str:
+    """What each pod runs beside the head."""
+    folder = "" if asked.shared else f" --folder {shlex.quote(asked.mount)}"
+    return f"exec {_join(f'{name}-0.{name}', asked, slots)} --within 3600{folder}\n"
+
+
+def _head(job: Job, name: str, file: Path, asked: Kubernetes, slots: int, arguments: Sequence[tuple[str, str]]) -> str:
+    """What the head runs: the command, and what joins it."""
     run = f"runs/{name}"
     settings = {
         "cluster.kind": "external",
@@ -208,16 +240,12 @@ def _commands(
         "cluster.join_file": f"{asked.mount}/{run}.join",
     }
     if job.data.cache is None:
-        settings["data.cache"] = f"{asked.mount}/cache"  # all pods see it
+        settings["data.cache"] = f"{asked.mount}/cache"  # outlives the pod
     words = [shlex.join(pair) for pair in arguments]
     words += [f"--set {shlex.quote(f'{key}={value}')}" for key, value in settings.items()]
-    join = f"verbund join %s:{PORT} --slots {slots} --grace {max(1, asked.grace - 10)}"
     return (
         "set -u\n"
-        f'if [ "$JOB_COMPLETION_INDEX" != 0 ]; then\n'
-        f"  exec {join % f'{name}-0.{name}'} --within 3600\n"
-        "fi\n"
-        f"{join % '127.0.0.1'} --address \"$(hostname -i | cut -d' ' -f1)\" &\n"
+        f"{_join('127.0.0.1', asked, slots)} --address \"$(hostname -i | cut -d' ' -f1)\" &\n"
         f"if [ -e {run}/job.toml ]; then\n"
         f"  exec verbund resume {run} {' '.join(words)}\n"
         "fi\n"

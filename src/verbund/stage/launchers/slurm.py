@@ -31,6 +31,7 @@ class Slurm:
         requeues: how often the job may start again.
         stop_before: seconds before the end of its time at which the run saves and stops.
         listen: where the command listens.
+        keep: a folder of each node's own, where it gets task and data to; None: all nodes see those of the command.
     """
 
     nodes: int = 1
@@ -42,6 +43,7 @@ class Slurm:
     requeues: int = 100
     stop_before: int = 120
     listen: str = "0.0.0.0:0"
+    keep: Path | None = None
 
     def check(self) -> None:
         """Raises InputError if Slurm would not understand it."""
@@ -57,6 +59,8 @@ class Slurm:
                 raise InputError("must be at least 1", where=f"--{key.replace('_', '-')}")
         if self.requeues < 0:
             raise InputError("must not be negative", where="--requeues")
+        if self.keep is not None and not self.keep.is_absolute():
+            raise InputError(f"`{self.keep}` is no absolute path", where="--folder", fix="E.g. /scratch/verbund")
         if not 1 <= self.stop_before <= 65535:
             raise InputError("Slurm takes 1 to 65535 seconds", where="--stop-before")
 
@@ -75,7 +79,7 @@ mkdir -p {runs} || exit 2
 
 # One task a node takes the workers of that node; each waits until the command listens, and ends with it.
 srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 \\
-    "${{verbund[@]}}" join "$join" --slots {slots} --secret-file "$join.secret" --grace 86400 &
+    "${{verbund[@]}}" join "$join" --slots {slots} --secret-file "$join.secret" --grace 86400{keep} &
 joiners=$!
 
 if [ -e "$run/job.toml" ]; then
@@ -151,6 +155,7 @@ def script(job: Job, file: Path, asked: Slurm, arguments: Sequence[tuple[str, st
         name=shlex.quote(name),
         nodes=asked.nodes,
         slots=slots,
+        keep="" if asked.keep is None else f" --folder {shlex.quote(str(asked.keep))}",
         requeues=asked.requeues,
         job=shlex.quote(str(file)),
         arguments=" \\\n    ".join(words),
