@@ -186,6 +186,32 @@ def test_what_came_wrong_does_not_stay(run: Remote, tmp_path: Path) -> None:
     assert not Path(str(target)).exists()
 
 
+def test_sizes_that_lie_cost_the_owner_nothing(run: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole of terabytes is not read to find that it is not what was announced; a box beyond all numbers is none."""
+    target = run / "checkpoints" / ".step-00000001.partial" / "part-00000-0.safetensors"
+    part = np.ones(4, np.uint8)
+    run.line.result(run.line.start("put", None, part, path=str(target), offset=1 << 33, new=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", lambda *_: pytest.fail("it was read"))
+        with pytest.raises(RunFailed, match="what came is not what was sent"):
+            run.line.ask("finish", path=str(target), bytes=4, sha256="0" * 64)
+    assert not Path(str(target)).exists()
+    whole = tmp_path / "run" / "step-00000001"
+    whole.mkdir()
+    (whole / "part.safetensors").write_bytes(b"x" * 64)
+    shape = [1 << 32, 1 << 32]
+    with pytest.raises(InputError, match=f"a box of {1 << 64} bytes is over the limit"):
+        run.line.ask(
+            "box",
+            path=str(run / "step-00000001" / "part.safetensors"),
+            at=0,
+            itemsize=1,
+            shape=shape,
+            offset=[0, 0],
+            length=shape,
+        )
+
+
 def test_a_run_that_is_gone_is_not_made_anew(run: Remote, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").rmdir()
     (tmp_path / "run").rmdir()

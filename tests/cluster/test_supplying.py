@@ -208,7 +208,63 @@ def test_a_file_that_changes_on_the_way(change: str, get: Get, tmp_path: Path) -
         path.write_bytes(b"x" * len(content) if change == "other" else b"")
     with pytest.raises(RunFailed, match=r"has changed|become shorter|No such file"):
         get(tree)
-    assert [*(tmp_path / "cache-there" / "data").iterdir()] == []
+    left = [path.name for path in (tmp_path / "cache-there" / "data").iterdir()]
+    assert left == ([f"receiving-{tree.digest[:32]}"] if change == "gone" else [])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_was_cut_off_goes_on(
+    damaged: bool, there: Owner, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try gets a few parts before the line is lost, and the tries together the data once; what is found damaged
+    then comes anew."""
+    monkeypatch.setattr(supplying, "PART_BYTES", 1 << 20)
+    tree = Tree("data", store(tmp_path))
+    need = sum(size for _, size, _ in tree.files)
+    answer, left = FileService._part, [0]
+
+    def cut(self: FileService, source: Path | bytes, fields: dict[str, Any]) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RunFailed("the line is cut")
+        return answer(self, source, fields)
+
+    monkeypatch.setattr(FileService, "_part", cut)
+    kept = tmp_path / "cache-there" / "data" / f"receiving-{tree.digest[:32]}"
+    had = [0]
+    for _ in range(need >> 20):
+        left[0] = 5  # the list of files is one of them
+        try:
+            places = get(tree)
+        except RunFailed:
+            had.append(sum(path.stat().st_size for path in kept.iterdir()))
+            assert had[-1] > had[-2], "a try has begun anew"
+            if damaged and len(had) == 3:
+                largest = max(kept.iterdir(), key=lambda path: path.stat().st_size)
+                largest.write_bytes(b"x" * largest.stat().st_size)
+                left[0] = 1 << 30
+                places = get(tree)
+                break
+        else:
+            break
+    assert len(had) == 3 or len(had) > 3 > damaged
+    assert same_files(Path(places[str(tree.folder)]), "images", tree.files)  # each by its hash
+    assert not kept.exists()
+
+
+def test_one_at_a_time_goes_on_with_what_was_cut_off(there: Owner, get: Get, tmp_path: Path) -> None:
+    """Another has a folder of its own meanwhile; and a folder at which somebody works is not taken for an old one."""
+    tree = Tree("code", written(tmp_path / "mine", task="x = 1"))
+    target = tmp_path / "cache-there" / "code" / tree.digest[:32]
+    with supplying._receiving(target) as kept:
+        (kept / "task.py").write_text("half")
+        os.utime(kept, (0, 0))
+        assert get(tree) == {str(tree.folder): str(target)}
+        get(Tree("code", written(tmp_path / "second", task="x = 2")))
+        assert (kept / "task.py").read_text() == "half"
+    assert (target / "task.py").read_text() == "x = 1"
+    get(Tree("code", written(tmp_path / "third", task="x = 3")))
+    assert not kept.exists()
 
 
 def test_a_file_outside_of_its_folder(there: Owner, get: Get, tmp_path: Path) -> None:

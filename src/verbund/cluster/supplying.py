@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ class Supplying:
                 found[str(tree["folder"])] = str(here)
             else:
                 wanted.append((tree, files, target))
-        self._check_room(sum(size for _, files, _ in wanted for _, size, _ in files))
+        self._check_room(sum(_lacking(files, _kept(target)) for _, files, target in wanted))
         for tree, files, target in wanted:
             self._receive(files, target, tree["kind"])
             found[str(tree["folder"])] = str(target)
@@ -102,40 +104,54 @@ class Supplying:
             )
 
     def _receive(self, files: Files, target: Path, kind: Kind) -> None:
-        """A folder appears whole, each of its files checked by its hash, or not at all."""
-        temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}")
+        """A folder appears whole, each of its files checked by its hash, or not at all; what had come when the line
+        was lost or the process killed need not come again."""
         try:
-            temporary.mkdir(parents=True, mode=0o700)
-            _sweep(temporary.parent)
-            for name, size, sha256 in files:
-                path = temporary / name
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                digest = hashlib.sha256()
-                with open(path, "wb") as file:
-
-                    def took(part: memoryview, write: Any = file.write, update: Any = digest.update) -> None:
-                        update(part)
-                        write(part)
-
-                    self._each(sha256, size, took)
-                    if kind == "data":  # which is known by its manifest's hash from now on
-                        file.flush()
-                        os.fsync(file.fileno())
-                if digest.hexdigest() != sha256:
-                    raise RunFailed("what came is not what was announced: the file has changed", where=name)
-            if not same_files(target, kind, files):  # else another one on this host was faster
-                shutil.rmtree(target, ignore_errors=True)
-                temporary.rename(target)
+            with _receiving(target) as temporary:
+                try:
+                    for name, size, sha256 in files:
+                        self._file(temporary / name, size, sha256, kind)
+                except (OSError, _Changed):  # a full disk gets its room back; what has changed is of no use
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    raise
+                if same_files(target, kind, files):  # another one on this host was faster
+                    shutil.rmtree(temporary, ignore_errors=True)
+                else:
+                    shutil.rmtree(target, ignore_errors=True)
+                    temporary.rename(target)
         except OSError as error:
             raise self._unwritten(error) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _each(self, sha256: str, size: int, took: Callable[[memoryview], object]) -> None:
-        """Reads a file part by part."""
+    def _file(self, path: Path, size: int, sha256: str, kind: Kind) -> None:
+        """Gets a file, from where an earlier try has left it."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(path, "a+b") as file:
+            had = file.tell()
+            if had > size:
+                file.truncate(had := 0)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256")
+
+            def took(part: memoryview) -> None:
+                digest.update(part)
+                file.write(part)
+
+            self._each(sha256, size, took, had)
+            if had and digest.hexdigest() != sha256:  # what was left is damaged
+                file.truncate(0)
+                digest = hashlib.sha256()
+                self._each(sha256, size, took)
+            if kind == "data":  # which is known by its manifest's hash from now on
+                file.flush()
+                os.fsync(file.fileno())
+        if digest.hexdigest() != sha256:
+            raise _Changed("what came is not what was announced: the file has changed", where=path.name)
+
+    def _each(self, sha256: str, size: int, took: Callable[[memoryview], object], begin: int = 0) -> None:
+        """Reads a file part by part, from its byte `begin` on."""
 
         def starts() -> Iterator[Callable[[], Call]]:
-            for offset in range(0, size, PART_BYTES):
+            for offset in range(begin, size, PART_BYTES):
                 yield lambda offset=offset: self._line.start(  # type: ignore[misc]
                     "get", sha256=sha256, offset=offset, count=min(PART_BYTES, size - offset)
                 )
@@ -143,7 +159,7 @@ class Supplying:
         def take(message: Message) -> None:
             part = np.ascontiguousarray(message.arrays["part"])
             if not part.size:
-                raise RunFailed("a file has become shorter", where=sha256)
+                raise _Changed("a file has become shorter", where=sha256)
             took(part.data)
             self._bytes += part.size
             if time.monotonic() - self._told > _TELL_SECONDS:
@@ -157,11 +173,75 @@ class Supplying:
         return InputError(f"cannot be written: {error.strerror}", where=str(self._cache), fix=fix)
 
 
+class _Changed(RunFailed):
+    """The command's file is no longer what was announced."""
+
+
+@contextmanager
+def _receiving(target: Path) -> Iterator[Path]:
+    """The folder in which `target` is gathered. One process at a time goes on in the one that stays when it is cut
+    off; others have one of their own meanwhile, which does not."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kept = _kept(target)
+    kept.mkdir(exist_ok=True, mode=0o700)
+    if (lock := _locked(kept)) is not None:
+        try:
+            os.utime(kept)
+            _sweep(target.parent)
+            yield kept
+        finally:
+            os.close(lock)
+        return
+    own = target.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}")
+    own.mkdir(mode=0o700)
+    lock = _locked(own)
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lacking(files: Files, kept: Path) -> int:
+    """Bytes that are still to come."""
+    need = 0
+    for name, size, _ in files:
+        try:
+            had = (kept / name).stat().st_size
+        except OSError:
+            had = 0
+        need += size - had if had <= size else size
+    return need
+
+
+def _kept(target: Path) -> Path:
+    return target.with_name(f"{_TEMPORARY}{target.name}")
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that keeps others from a folder; None if another has it, or if it is gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(folder)):  # else it has got its name just now
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
 def _sweep(folder: Path) -> None:
-    """Removes what was not finished long ago."""
+    """Removes what was not finished long ago and nobody works at."""
     for entry in folder.glob(f"{_TEMPORARY}*"):
         try:
-            if time.time() - entry.stat().st_mtime > _OLD_SECONDS:
-                shutil.rmtree(entry, ignore_errors=True)
+            old = time.time() - entry.stat().st_mtime > _OLD_SECONDS
         except OSError:
             continue
+        if old and (lock := _locked(entry)) is not None:
+            shutil.rmtree(entry, ignore_errors=True)
+            os.close(lock)
