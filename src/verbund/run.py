@@ -305,7 +305,9 @@ class Run:
         summary = self.summary
         loss = summary.get("loss") or {}
         seconds = summary.get("seconds") or {}
-        facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
+        facts = [f"{summary['steps']} steps"] if summary.get("steps") is not None else []
+        if samples := summary.get("samples"):  # in a federation it may be that nobody tells how many
+            facts.append(f"{samples} samples")
         if lost := summary.get("samples_lost"):
             facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:
