@@ -197,6 +197,20 @@ def test_no_room(get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not (tmp_path / "cache-there" / "data").exists()
 
 
+def test_a_disk_that_is_full_on_the_way(
+    there: Owner, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others took the room meanwhile: what had come gives its room back."""
+    tree = Tree("data", store(tmp_path))
+    for sha256, content in Supplies((tree,)).offered():
+        there.service.offer(sha256, content)
+    usage = shutil.disk_usage(small_disk)._replace(free=1 << 40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(InputError, match=r"cannot be written: No space left on device"):
+        Supplying(there.meeting, small_disk / "cache", True, lambda _: None).places([tree.record()])
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("change", ["other", "short", "gone"])
 def test_a_file_that_changes_on_the_way(change: str, get: Get, tmp_path: Path) -> None:
     tree = Tree("data", store(tmp_path, 100))
