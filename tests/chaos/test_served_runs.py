@@ -147,7 +147,7 @@ def test_updates_are_counted_once(who: str, disturbed: Disturbed) -> None:
 
 
 def test_clipping_goes_on_without_late_shares(disturbed: Disturbed) -> None:
-    """A server is killed, a worker stopped: the others find the norms of what counts. A gradient is 64 ones, of norm 8."""
+    """A server is killed, a worker stopped: the others find the norms of what counts. A gradient is 64 ones."""
     strategy = f"{REPLICAS},exchange.backup=1"
     strikes = [(0.3, ["server 0"], KILL), (0.5, ["worker 1"], STOP)]
     run, striker = disturbed(COUNTER, strategy, strikes, **{"train.clip_norm": 0.8})
