@@ -146,6 +146,16 @@ def test_updates_are_counted_once(who: str, disturbed: Disturbed) -> None:
     assert len(run.summary["servers"]["replacements"]) == len(striker.struck)
 
 
+def test_clipping_goes_on_without_late_shares(disturbed: Disturbed) -> None:
+    """A server is killed, a worker stopped: the others find the norms of what counts. A gradient is 64 ones."""
+    strategy = f"{REPLICAS},exchange.backup=1"
+    strikes = [(0.3, ["server 0"], KILL), (0.5, ["worker 1"], STOP)]
+    run, striker = disturbed(COUNTER, strategy, strikes, **{"train.clip_norm": 0.8})
+    assert len(striker.struck) == 2
+    assert (run.summary["status"], run.summary["steps"]) == ("done", STEPS)
+    np.testing.assert_allclose(parameters(run)["count"].numpy(), STEPS * 0.8 / 8, rtol=1e-3)
+
+
 @pytest.mark.parametrize("who", ["server", "coordinator", "worker"])
 def test_what_compression_left_out_is_counted_once(who: str, disturbed: Disturbed) -> None:
     """Of each push three of the 64 values travel; what servers have and what workers keep comes to all of them."""

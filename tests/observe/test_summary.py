@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,22 @@ def test_a_step_that_a_replacement_does_again_counts_once(tmp_path: Path) -> Non
         journal.close()
     summary = summarise(tmp_path, status="done", strategy={}, world=2, ended_by="steps")
     assert (summary["steps"], summary["samples"]) == (3, 48)
+
+
+def test_a_whole_ticket_that_another_island_does_again_counts_once(tmp_path: Path) -> None:
+    """An island of an asynchronous run was killed after it had recorded a step of which the coordinator knew nothing:
+    another did it again, and what servers took is what the first had computed."""
+    for island, rows in ((1, [(1, 3.0), (2, 5.0)]), (0, [(0, 4.0), (2, 7.0), (3, 2.0)])):
+        journal = Journal(tmp_path / "journal", "worker", island, 1, island=island)
+        journal.event("tickets", whole=True)
+        for step, loss in rows:
+            now = time.monotonic_ns()
+            journal.add("compute", step, now, now + 1)
+            journal.step(step, loss, 8.0, 8, 0.1)
+        if island == 0:
+            journal.close()
+        else:
+            journal.flush()
+    summary = summarise(tmp_path, status="done", strategy={}, world=2, ended_by="steps")
+    assert (summary["steps"], summary["samples"]) == (4, 32)
+    assert [loss for _, loss in summary["loss"]["curve"]] == [4.0, 3.0, 5.0, 2.0]

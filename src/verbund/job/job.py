@@ -99,11 +99,6 @@ class Job(Section):
             return []
         if train.ema is not None:
             problems.append("`train.ema` averages the weights of every step, which servers do not keep: leave it out")
-        if train.clip_norm is not None and exchange.backup:
-            problems.append(
-                "`train.clip_norm` needs the norm of all shares of a global batch, and `strategy.exchange.backup` does "
-                "without some: leave one of them out"
-            )
         if exchange.backup >= self.strategy.islands:
             problems.append(
                 f"`strategy.exchange.backup` of {exchange.backup} leaves none of {self.strategy.islands} islands"

@@ -109,6 +109,11 @@ class ProcessJournal:
         """The process in words, e.g. `worker 1`."""
         return f"{self.role} {self.rank}" if self.island == 0 else f"{self.role} {self.rank} of island {self.island}"
 
+    @property
+    def last_heard(self) -> float:
+        """When the process is last heard of, in seconds since the epoch."""
+        return self.wall[0] + (self.end - self.wall[1]) / 1e9
+
 
 def read(folder: Path, *, file_limit: int = FILE_LIMIT, line_limit: int = LINE_LIMIT) -> list[ProcessJournal]:
     """All journals of a run, by generation, role, island and rank.

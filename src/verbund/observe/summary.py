@@ -144,18 +144,22 @@ def valid_steps(journals: Sequence[ProcessJournal]) -> Floats:
         for event in j.events
         if event["name"] == "membership" and event.get("joint") is True
     }
+    whole = {j.generation for j, event in events(journals, "tickets") if event.get("whole") is True}
     for generation in sorted({j.generation for j in journals}, reverse=True):
+        mine = [j for j in journals if j.generation == generation and len(j.steps)]
+        if generation in whole:  # who does a lost one's ticket again records it later than that was last heard of
+            mine.sort(key=lambda j: j.last_heard)
         leaders: dict[int, list[Floats]] = {}
-        for journal in journals:
-            if journal.generation == generation and len(journal.steps):
-                leaders.setdefault(0 if generation in joint else journal.rank, []).append(journal.steps)
+        for journal in mine:
+            one = generation in joint or generation in whole
+            leaders.setdefault(0 if one else journal.rank, []).append(journal.steps)
         if not leaders:
             continue
-        mine = _added(np.concatenate([_once(np.concatenate(rows)) for rows in leaders.values()]))
-        mine = mine[mine[:, 0] < min(limit, _ended(journals, generation))]
-        if len(mine):
-            limit = float(mine[0, 0])
-            parts.append(mine)
+        steps = _added(np.concatenate([_once(np.concatenate(rows)) for rows in leaders.values()]))
+        steps = steps[steps[:, 0] < min(limit, _ended(journals, generation))]
+        if len(steps):
+            limit = float(steps[0, 0])
+            parts.append(steps)
     return np.concatenate(parts[::-1]) if parts else np.empty((0, 5))
 
 
@@ -166,8 +170,8 @@ def _ended(journals: Sequence[ProcessJournal], generation: int) -> float:
 
 
 def _once(rows: Floats) -> Floats:
-    """Who takes the place of the worker that journals an island's steps records the last ones again: each once, as it
-    was first, in order."""
+    """Who takes the place of the worker that journals an island's steps records the last ones again, and so does an
+    island that is given a lost one's whole tickets: each once, as it was first, in order."""
     return rows[np.unique(rows[:, 0], return_index=True)[1]]
 
 

@@ -110,5 +110,5 @@ def write_events(run_dir: Path) -> Path:
 
 def _walls(journals: list[ProcessJournal]) -> tuple[float, float]:
     begins = [j.wall[0] + (j.begin - j.wall[1]) / 1e9 for j in journals]
-    ends = [j.wall[0] + (j.end - j.wall[1]) / 1e9 for j in journals]
+    ends = [j.last_heard for j in journals]
     return min(begins), max(ends)

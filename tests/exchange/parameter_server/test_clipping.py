@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from conftest import losses
-from exchange.parameter_server.holding import begun, blocks_of, part_of, push, send, spec
+from exchange.parameter_server.holding import begun, blocks_of, part_of, push, send, spec, whole
 from exchange.parameter_server.serving import SECRET, cluster
 from exchange.parameter_server.test_failover import same
 from trained import parameters
 from verbund.comm.wire import Calls, dial
-from verbund.errors import InputError, JobError, RunFailed
+from verbund.errors import InputError, RunFailed
 from verbund.exchange.parameter_server.clipping import Clipping, norm_of
 from verbund.exchange.parameter_server.holdings import Holdings
 from verbund.exchange.parameter_server.plan import Block, Plan, Rule
 from verbund.exchange.parameter_server.push import Part, Push
-from verbund.job import Job
 from verbund.run import Run
 
 TASK = """
@@ -101,10 +100,20 @@ def test_shares_that_are_added_up_are_clipped_together(mesh: dict[str, int], run
     alike(run_job, {"strategy.mesh": mesh, "strategy.islands": 2, "strategy.exchange": exchange})
 
 
-def test_without_some_shares_there_is_no_norm(make_job: Callable[..., Job]) -> None:
-    changes = {"train.clip_norm": 1.0, "strategy.islands": 2}
-    with pytest.raises(JobError, match=r"`train.clip_norm` needs the norm of all shares.*`strategy.exchange.backup`"):
-        make_job(changes={**changes, "strategy.exchange": {"name": "parameter_server", "backup": 1}})
+def test_what_counts_is_clipped_where_some_are_not_waited_for(run_job: RunJob) -> None:
+    """Which islands count is chance; but a clipped step of SGD is as long as the learning rate times the norm."""
+    exchange = {"name": "parameter_server", "servers": 2, "block_bytes": 1024, "backup": 1}
+    changes = {**CHANGES, "strategy.islands": 2, "strategy.exchange": exchange}
+
+    def moved(clip: float | None, steps: int) -> Tensor:
+        found = parameters(run_job(TASK, {**changes, "train.clip_norm": clip, "train.steps": steps}, **ids()))
+        return torch.cat([found[name].double().flatten() for name in sorted(found)])
+
+    first = moved(1e-9, 1)  # as good as not trained at all
+    lengths = [float(torch.linalg.vector_norm(moved(*how) - first)) for how in ((0.1, 1), (None, 1), (0.1, 6))]
+    assert lengths[0] == pytest.approx(0.1, rel=1e-4)
+    assert lengths[1] > 0.11, "nothing was clipped"
+    assert lengths[2] < 0.6 + 1e-4
 
 
 # -- the servers' side ---------------------------------------------------------------------------------------------
@@ -198,6 +207,93 @@ def test_who_comes_second_finds_the_norm_where_the_ticket_was_taken() -> None:
                     else server.read([block]).view(of.length)
                 )
         torch.testing.assert_close(ours.double(), value, rtol=1e-6, atol=1e-6)
+
+
+BACKUP = Plan(PLAN.blocks, PLAN.optimizer, Rule("synchronous", shares=3, backup=1, clip=0.5))
+ORDERS = [[(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)], [(2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0)]]
+"""By ticket and block the order in which shares come: the first two count."""
+
+
+def with_backup(tickets: int) -> dict[str, Tensor]:
+    """What torch makes of the same participation, in float64."""
+    theirs = {name: torch.zeros(FIRST[name].shape, dtype=torch.float64, requires_grad=True) for name in ("a", "t")}
+    total = torch.zeros(2, dtype=torch.float64)
+    for ticket in range(tickets):
+        gradients = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in theirs.items()}
+        for number, block in enumerate(BACKUP.blocks):
+            counted = [share_of(ticket, share) for share in ORDERS[ticket][number][:2]]
+            weight = sum(one.weight for one in counted)
+            for one in counted:
+                part = one.parts[number]
+                assert part.values is not None
+                gradient = part.values.double() * one.scale
+                if block.kind == "sum":
+                    total += gradient
+                elif part.rows is not None:
+                    gradients["t"].index_add_(0, part.rows, gradient.view(-1, 2) / weight)
+                else:
+                    gradients["a"][block.offset[0] : block.offset[0] + 2] += gradient.view(2, 2) / weight
+        for name, tensor in theirs.items():
+            tensor.grad = gradients[name]
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        torch.optim.SGD(theirs.values(), lr=1.0).step()
+    return {**{name: tensor.detach() for name, tensor in theirs.items()}, "s": total}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_with_backup_the_norm_is_that_of_what_counts(moves: bool) -> None:
+    """A share that comes while a block waits for the norm is late, whoever has the block then."""
+    server, every = begun(BACKUP, FIRST), list(range(len(BACKUP.blocks)))
+    for ticket, orders in enumerate(ORDERS):
+        for place in range(3):
+            for block, order in enumerate(orders):
+                states = {one.state for one in send(server, share_of(ticket, order[place]).of_blocks({block}))}
+                assert states == {"late" if place == 2 else "waiting"}
+                assert server.complete(block, ticket) == (place >= 1)
+            if place == 0:
+                continue
+            norm = norm_of([server.square(block, ticket) for block in every])
+            assert norm is not None
+            if moves:  # with what it has added up for the norm
+                there = Holdings(BACKUP)
+                for block in every:
+                    there.put(server.image(block))
+                server = there
+            assert norm_of([server.square(block, ticket) for block in every]) == norm
+        assert {one.state for one in server.clip(Clipping(ticket, norm, every))} == {"applied"}
+        for block, order in enumerate(orders):  # said again
+            assert send(server, share_of(ticket, order[2]).of_blocks({block}))[0].state == "known"
+    theirs = with_backup(2)
+    for name, value in theirs.items():
+        torch.testing.assert_close(whole(server, name).double(), value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_slow_client_is_not_waited_for_by_those_that_clip() -> None:
+    """Its share comes late, before the norm is told or after, and a server is lost in between."""
+    with cluster(BACKUP, [(0, 1), (1, 0), (0, 1), (1, 0)], clients=3) as servers:
+        clients = [servers.client(share, patience=0.5) for share in range(3)]
+        for number, block in enumerate(BACKUP.blocks):
+            clients[0].begin(number, part_of(block, FIRST[block.name]))
+
+        def pushed(ticket: int, share: int) -> set[str]:
+            one = share_of(ticket, share)
+            outcomes = clients[share].push(ticket, one.parts, weight=one.weight, share=share, scale=one.scale)
+            return {outcome.state for outcome in outcomes}
+
+        for ticket in range(2):
+            assert pushed(ticket, 0) == pushed(ticket, 2) == {"waiting"}
+            if ticket:
+                assert pushed(ticket, 1) == {"late"}
+                servers.kill(0)
+                servers.fail_over(0)
+            for client in clients:
+                client.clip(ticket)
+            if not ticket:
+                assert pushed(ticket, 1) == {"late"}
+                clients[1].clip(ticket)
+            assert clients[1].pull({0: torch.zeros(4)}, least=ticket + 1) == {0: ticket + 1}
+        servers.settled()
+        same(servers)
 
 
 def test_a_server_is_lost_while_its_blocks_wait_for_the_norm() -> None:

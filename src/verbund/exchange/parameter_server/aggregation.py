@@ -68,16 +68,17 @@ class Ticket:
 
     def total(self) -> tuple[Tensor | None, Tensor | None]:
         """The sum of values · scale, and of a table the rows that it is of; None if no share has values. It may be this
-        ticket's own memory: whoever changes it, or asks before all shares have come, ends this."""
+        ticket's own memory: whoever changes it, or asks before all shares that count have come, ends this."""
         ordered = [self._kept[share] for share in sorted(self._kept)]
         if ordered and ordered[0][1] is not None:
             return _rows_total(ordered)
-        for values, _, scale in ordered:
+        for values, _, scale in ordered:  # shares before these are not waited for
             self._add(values, scale)
+        self._kept.clear()
         return self._sum, None
 
     def square(self) -> float:
-        """The squared norm of the mean gradient, once all shares have come; 0 if nothing was learnt."""
+        """The squared norm of the mean gradient, once all shares that count have come; 0 if nothing was learnt."""
         total, _ = self.total()
         if total is None or not self.weight:
             return 0.0

@@ -1,8 +1,9 @@
-"""Clipping a ticket whose shares servers add up: its norm is known once all blocks have all shares.
+"""Clipping a ticket whose shares servers add up: its norm is known once all blocks have the shares that count.
 
 A client asks every server for the squares of what its blocks have added up, and tells all servers the norm, upon which
 they take the ticket. All islands do so, as each of them may be lost in between: who comes second finds the norm where
-the ticket has been taken, so that all blocks are clipped by the same.
+the ticket has been taken, so that all blocks are clipped by the same. With `backup` a block counts the shares that come
+first, as many as it waits for, and the norm is that of their sum; what comes while it waits for the norm is late.
 """
 
 from __future__ import annotations

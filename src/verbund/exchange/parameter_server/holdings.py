@@ -147,9 +147,9 @@ class Holdings:
         return self._added_up(push, held) if self.plan.rule.consistency == "synchronous" else self._at_once(push, held)
 
     def complete(self, block: int, ticket: int) -> bool:
-        """Whether a synchronous ticket of a block has all its shares, or was taken."""
-        version = self._here(block).version
-        return version > ticket or (version == ticket and not self.missing(block))
+        """Whether a synchronous ticket of a block has all the shares that it waits for, or was taken."""
+        held = self._here(block)
+        return held.version > ticket or (held.version == ticket and self._enough(held.tickets.get(ticket)))
 
     def square(self, block: int, ticket: int) -> Square:
         """What is known of a block's part of the norm of a ticket that is `complete`."""
@@ -297,11 +297,12 @@ class Holdings:
             held.ledger.forget(min(push.low, held.version))
             if not held.ledger.add(push.ticket, push.share):
                 states.append("known")
-            elif push.ticket < held.version:
-                states.append("late")
+                continue
+            ticket = held.tickets.get(push.ticket)
+            if push.ticket < held.version or (self.plan.rule.clip is not None and self._enough(ticket)):
+                states.append("late")  # a norm is of certain shares: which count is settled once there are enough
             else:
                 states.append("waiting")
-                ticket = held.tickets.get(push.ticket)
                 if ticket is None:
                     ticket = held.tickets[push.ticket] = Ticket(push.rate, _buffer(held))
                 rows = held.store.local(part.rows) if isinstance(held.store, Table) and part.rows is not None else None
@@ -318,11 +319,11 @@ class Holdings:
 
     def _take_due(self, every: list[Held]) -> bool:
         """Takes the next ticket of each of these blocks whose ticket is there; whether there was one."""
-        enough, clip = self.plan.rule.shares - self.plan.rule.backup, self.plan.rule.clip
+        clip = self.plan.rule.clip
         steps, due = [], False
         for held in every:
             ticket = held.tickets.get(held.version)
-            if ticket is None or len(ticket) < enough or (clip is not None and ticket.norm is None):
+            if ticket is None or not self._enough(ticket) or (clip is not None and ticket.norm is None):
                 continue
             due = True
             del held.tickets[held.version]
@@ -338,6 +339,10 @@ class Holdings:
             steps.append(_Step(held, total, rows, ticket.rate))
         self._take(steps)
         return due
+
+    def _enough(self, ticket: Ticket | None) -> bool:
+        """Whether a ticket has all the shares that it waits for."""
+        return ticket is not None and len(ticket) >= self.plan.rule.shares - self.plan.rule.backup
 
     def _take(self, steps: list[_Step]) -> None:
         """Steps blocks: one call of the optimiser for all that have the same rate."""

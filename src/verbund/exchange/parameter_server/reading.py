@@ -80,8 +80,8 @@ class Reading:
         return arrays, {"versions": versions, "places": places}
 
     def squares(self, blocks: Sequence[int], ticket: int, until: float) -> list[Square]:
-        """Once all blocks have all shares of a ticket, and none of these can be lost any more: what is known of its
-        norm, by block.
+        """Once all blocks have the shares of a ticket that they wait for, and none of these can be lost any more: what
+        is known of its norm, by block.
 
         Args:
             blocks: their numbers.

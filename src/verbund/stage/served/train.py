@@ -76,6 +76,7 @@ def work(worker: Worker) -> dict[str, Any]:
     saver = Saver(worker, checkpoints, replica, plan, client, outer.cluster.step_deadline)
     training = Training(worker, outer, island, replica, served, saver, journal, links, int(known["rested"]))
     worker.at_end.insert(0, training.count)
+    journal.event("tickets", whole=not settings.divided)
     journal.add("start", 0, worker.born, time.monotonic_ns())
     worker.send("ready")
     return training.run_to_end()
