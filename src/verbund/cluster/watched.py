@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,3 +114,19 @@ def standing_still(living: Sequence[Watched], deadline: float) -> tuple[Watched,
     if any(w.doing == "waiting for data" for w in culprits):
         fix = f"What reads the data hangs: `dataset()`, `augment()`, or the disk. {fix}"
     return culprits[0], ClusterLost(f"no progress for {deadline:.0f} s: {waited}{names}", fix=fix)
+
+
+def death(watched: Watched, ended: Exit) -> ClusterLost:
+    """That a process has ended before its work was done."""
+    fix = "The kernel kills what uses too much memory: `dmesg` tells" if ended.status == -9 else None
+    return ClusterLost(f"{watched.process} {ended} while {ended.doing} (step {ended.step})", fix=fix)
+
+
+def unreachable(process: Process, told: Mapping[str, Any]) -> ClusterLost:
+    """That a process does not reach another's machine, which this one does: else that would be lost by now."""
+    return ClusterLost(
+        f"{process} does not reach {told['address']}: nothing was acknowledged for {float(told['seconds']):.0f} s, "
+        "though both reach this machine",
+        where="network",
+        fix="`verbund doctor JOB --network` measures every link; look at what lies between the two",
+    )
