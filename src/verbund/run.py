@@ -9,6 +9,7 @@
     report.html       the result to look at
     attempts.json     how many times training was started on it
     lock              held while somebody trains it
+    workers           held by its workers, which may outlive who trains it
 
 Nothing here imports torch.
 """
@@ -24,8 +25,8 @@ import secrets
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ from typing import Any
 from verbund import plain_json
 from verbund.checkpoint import durable
 from verbund.checkpoint.store import sweep
-from verbund.errors import InputError, RunFailed, VerbundError
+from verbund.errors import ClusterLost, InputError, RunFailed, VerbundError
 from verbund.job import Job
 
 JOURNAL, CHECKPOINTS = "journal", "checkpoints"
 """Folders of a run's directory."""
 _VERSION = 1
 _LATEST = "latest"
+_WORKERS = "workers"
+_LOOK_SECONDS = 0.1
 
 
 class Run:
@@ -234,6 +237,37 @@ class Run:
         finally:
             os.close(descriptor)
 
+    def wait_for_workers(self, seconds: float, tell: Callable[[str], None]) -> None:
+        """Waits for the workers of a command that was killed: they finish their step, save it and end. For who has
+        `lock`.
+
+        Args:
+            seconds: how long they may take.
+            tell: is told for whom this waits, if it does.
+
+        Raises:
+            ClusterLost: if they do not end in that time.
+        """
+        try:
+            descriptor = os.open(self.path / _WORKERS, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            until, told = time.monotonic() + seconds, False
+            while not _locks(descriptor):
+                if not told:
+                    tell("waiting for workers of the former command, which save the step that they have come to")
+                    told = True
+                if time.monotonic() > until:
+                    raise ClusterLost(
+                        f"workers of the former command have not ended within {seconds:.0f} s",
+                        where=str(self.path),
+                        fix="`pgrep -af 'verbund: worker'` names them, on each of the run's hosts",
+                    )
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            os.close(descriptor)
+
     def check_there(self, *journals: str) -> None:
         """Checks that the directory was not taken away while the run was trained.
 
@@ -271,7 +305,9 @@ class Run:
         summary = self.summary
         loss = summary.get("loss") or {}
         seconds = summary.get("seconds") or {}
-        facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
+        facts = [f"{summary['steps']} steps"] if summary.get("steps") is not None else []
+        if samples := summary.get("samples"):  # in a federation it may be that nobody tells how many
+            facts.append(f"{samples} samples")
         if lost := summary.get("samples_lost"):
             facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:
@@ -345,6 +381,29 @@ class Run:
             where=str(self.path),
             fix="Wait for it, or stop it with Ctrl-C; it saves a checkpoint first",
         )
+
+
+def attend(run: Path) -> None:
+    """Has `Run.wait_for_workers` wait until this process has ended.
+
+    Args:
+        run: the run's directory.
+    """
+    with suppress(OSError):  # of a file system without locks, or a full disk: then nobody waits
+        descriptor = os.open(run / _WORKERS, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # and stays open
+
+
+def _locks(descriptor: int) -> bool:
+    """Whether nobody has a shared lock on this file any more; True where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return True
 
 
 def _from_here(path: Path) -> Path:

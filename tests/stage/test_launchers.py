@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,66 @@ def test_a_batch_script(command: Command, job: str, tmp_path: Path) -> None:
     assert "--slots 2" in text
     assert "--folder '/scratch/a b' &" in text
     assert "--set 'cluster.trusted_network=\"10.0.0.0/8\"'" in text
+
+
+PLAYED = {
+    # Every node is a folder of its own below $NODES; what is said to Slurm goes there, and nothing else does.
+    "srun": """#!/bin/bash
+while [[ "$1" == --* ]]; do [[ "$1" == --chdir=* ]] && at="${1#--chdir=}"; shift; done
+if [[ "$1" == mkdir ]]; then mkdir -p "${@: -1}"; exit; fi
+if [[ "$1" == rm ]]; then exec "$@"; fi
+cd "$at" && exec "$@"
+""",
+    "sbcast": """#!/bin/bash
+[ -z "${REFUSED:-}" ] || { echo "sbcast: error: no space" >&2; exit 1; }
+exec cp --preserve=mode "${@: -2:1}" "${@: -1}"
+""",
+    "scontrol": """#!/bin/bash
+echo "requeued" >&2
+""",
+}
+STANDS_IN = """#!/bin/bash
+shift 2
+if [ "$1" = join ]; then
+    [[ "$2" != "$HIDDEN"* && "$(cat "$2")" = node1:4711 ]] || { echo "not seen: $2" >&2; exit 2; }
+    [[ "$6" != "$HIDDEN"* && "$(stat -c %a "$6")" = 600 ]] || { echo "not seen: $6" >&2; exit 2; }
+    echo joined > "$HIDDEN/joined"
+    exit 0
+fi
+trap 'exit 130' TERM
+for word in "$@"; do [[ "$word" == cluster.join_file=* ]] && echo node1:4711 > "${word#*=}"; done
+for _ in $(seq 200); do [ -e "$HIDDEN/joined" ] && exit 0; sleep 0.05; done
+exit 3
+"""
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_nodes_that_see_nothing_of_the_folder(refused: bool, command: Command, job: str, tmp_path: Path) -> None:
+    """Address and secret lie where a node sees them, whose only folder is its own; a failed copy ends it."""
+    node, tools = tmp_path / "a node", tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {**PLAYED, "python": STANDS_IN}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    assert command("launch", "slurm", job, *TWO, "--folder", str(node), "--out", "apart.sh").status == 0
+    script = tmp_path / "apart.sh"
+    script.write_text(
+        re.sub(r"(?m)^verbund=\(\S+ ", f"verbund=({shlex.quote(str(tools / 'python'))} ", script.read_text())
+    )
+    hidden = str(tmp_path / "hidden")
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "HIDDEN": hidden}
+    (tmp_path / "hidden").mkdir()
+    script.write_text(script.read_text().replace("runs/", f"{tmp_path}/hidden/").replace("mkdir -p runs", "true"))
+    script.write_text(script.read_text().replace('"$PWD/$join', '"$join'))
+    ended = subprocess.run(
+        ["bash", script], env=environment | ({"REFUSED": "1"} if refused else {}), capture_output=True, timeout=60
+    )
+    said = ended.stderr.decode()
+    assert ended.returncode == (1 if refused else 0), said
+    assert ("could not be sent to all nodes" in said) is refused
+    assert "requeued" not in said  # what would fail again
+    assert (tmp_path / "hidden" / "joined").exists() is not refused
+    assert list(node.iterdir()) == []  # no secret stays there
 
 
 # What the API knows, of what is written (Kubernetes 1.31): the fields of each object and their kinds.

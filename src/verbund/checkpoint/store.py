@@ -98,6 +98,11 @@ def commit(checkpoints: Path, step: int, parts: Sequence[dict[str, Any]], state:
     return target
 
 
+def is_partial(checkpoints: Path, step: int) -> bool:
+    """Whether parts of a save of `step` are there that nobody has committed."""
+    return _partial(checkpoints, step).is_dir()
+
+
 def discard(checkpoints: Path, step: int) -> None:
     """Removes a save that failed, so that its space is free again. None there is no error."""
     shutil.rmtree(_partial(checkpoints, step), ignore_errors=True)

@@ -33,8 +33,8 @@ PerNode = Annotated[
 
 
 @launch.command(
-    epilog="Example: `verbund launch slurm job.toml --workers 16 --nodes 2 --gpus-per-node 8 --time 12:00:00 --out "
-    "job.sh && sbatch job.sh`"
+    epilog="Example: `verbund launch slurm job.toml --workers 16 --nodes 2 --gpus-per-node 8 --set "
+    "cluster.trusted_network=10.0.0.0/24 --time 12:00:00 --out job.sh && sbatch job.sh`"
 )
 def slurm(
     job: JobFile,
@@ -63,7 +63,12 @@ def slurm(
     ] = "0.0.0.0:0",
     keep: Annotated[
         Path | None,
-        typer.Option("--folder", metavar="DIR", help="Of each node, where it gets task and data to, e.g. /scratch/me."),
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Where nodes share no files: of each node, where it gets address, secret, task and data to, e.g. "
+            "/scratch/me; only the first needs to see this folder.",
+        ),
     ] = None,
     settings: Settings = None,
     workers: Workers = None,

@@ -63,7 +63,7 @@ class Cluster(Section):
     step_deadline: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that any one step, batch or save may take before the run fails and names who is missing."""
     orphan_grace: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds after the loss of the supervisor within which all workers have ended."""
+    """Seconds after the loss of the command within which its workers have finished their step, saved it and ended."""
     replacements: Annotated[int, Field(ge=0)] = 10
     """Losses of processes that a training survives within `replacement_window`; one more ends the run, unless
     `min_workers` says otherwise. Where each worker has the whole model, with parameter servers, and where islands train

@@ -28,6 +28,9 @@ from verbund.stage.before import Facts
 from verbund.stage.processes import supervised, workers
 from verbund.stage.restarts import newest, persistent
 
+_ENDING_SECONDS = 10.0
+"""That processes take to end, beyond what they have for their last step."""
+
 
 def train(job: Job, directory: Path | str | None = None, *, quiet: bool = True) -> Run:
     """Trains a job and returns its run.
@@ -72,6 +75,7 @@ def resume(directory: Path | str, changes: dict[str, Any] | None = None, *, quie
         job = Job.build(job.resolved(), changes, source=str(run.path / "job.toml"), folder=Path(job.folder))
     notify = before.notifier(quiet)
     with run.lock():
+        run.wait_for_workers(run.job.cluster.orphan_grace + _ENDING_SECONDS, notify)
         source, warnings = newest(run)
         state = continuing.state_of(source)
         if done := continuing.nothing_left(run, job, state, job.train.steps):

@@ -49,11 +49,13 @@ class Saver:
     ) -> None:
         self._given, self._more = mesh, more
         self._worker = worker
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self.replica = replica
         self._exchange = exchange
         self._snapshot = Snapshot()
         self._background = Background(checkpoints, deadline)
+        self.written: dict[str, Any] = {}
+        """What the supervisor was told of the last part that was written, JSON values."""
 
     def save(self, step: int, state: dict[str, Any], era: int = 0) -> None:
         """Copies this worker's share and writes it in the background; waits only if the former save still runs.
@@ -103,21 +105,21 @@ class Saver:
         record: dict[str, Any] = {}
         failure = None
         try:
-            folder = checkpoint.partial_folder(self._checkpoints, step)
+            folder = checkpoint.partial_folder(self.checkpoints, step)
             record = write_part(folder, rank, pieces)
         except Exception as error:  # whatever it is, the run goes on and the user is told
             failure = f"{error}" or type(error).__name__
-        self._worker.send(
-            "saved",
-            step=step,
-            part=rank,
-            parts=self._mesh.world,
-            era=era,
-            record=record,
-            state=state if rank == 0 else None,
-            failure=failure,
-            seconds=time.monotonic() - start,
-        )
+        self.written = {
+            "step": step,
+            "part": rank,
+            "parts": self._mesh.world,
+            "era": era,
+            "record": record,
+            "state": state if rank == 0 else None,
+            "failure": failure,
+            "seconds": time.monotonic() - start,
+        }
+        self._worker.send("saved", **self.written)
 
 
 def shared(pieces: list[Piece], rank: int, world: int) -> list[Piece]:

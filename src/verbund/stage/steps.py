@@ -16,7 +16,7 @@ from verbund.errors import RunFailed
 from verbund.exchange.local_steps import LocalSteps
 from verbund.mesh.data import StepSums
 from verbund.mesh.replica import Replica
-from verbund.stage import flags
+from verbund.stage import flags, orphans
 from verbund.stage.among_islands import AmongIslands
 from verbund.stage.elastic import goes_on
 from verbund.stage.island import Island, augmentation
@@ -283,6 +283,8 @@ class Steps:
         self._wait_for_save()
         if self._among is not None:
             self._among.saved(self._save_again)
+        if self.exchange is None:
+            orphans.commit(self.worker, self.island, self.saver, self.journal)
         if goes_on(self.job):  # whoever leaves has seen that nobody needs it any more
             self.island.groups.island.all_reduce(torch.zeros(1), "the end")
         if self.rank == 0 and state.step > state.first_step:

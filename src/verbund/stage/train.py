@@ -16,6 +16,7 @@ from verbund.mesh.replica import Replica
 from verbund.observe.events import Journal
 from verbund.observe.network import Links
 from verbund.run import CHECKPOINTS
+from verbund.stage import orphans
 from verbund.stage.among_islands import AmongIslands
 from verbund.stage.borders import Borders, LeftOut
 from verbund.stage.elastic import goes_on, leaves_out
@@ -37,6 +38,7 @@ from verbund.stage.training_state import TrainingState
 def work(worker: Worker) -> dict[str, Any]:
     """A worker's part of a training run, from its fork to its last checkpoint."""
     island = Island.join(worker)
+    orphans.hold(worker)
     job = island.job
     journal = journal_of(worker, job)
     links = Links()

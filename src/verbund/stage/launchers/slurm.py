@@ -31,7 +31,8 @@ class Slurm:
         requeues: how often the job may start again.
         stop_before: seconds before the end of its time at which the run saves and stops.
         listen: where the command listens.
-        keep: a folder of each node's own, where it gets task and data to; None: all nodes see those of the command.
+        keep: a folder of each node's own, where it gets address, secret, task and data to; only the first node needs to
+            see those of the command then. None: all nodes see them.
     """
 
     nodes: int = 1
@@ -77,11 +78,8 @@ join="$run.join"
 mkdir -p {runs} || exit 2
 ( umask 077; [ -s "$join.secret" ] || head -c 32 /dev/urandom > "$join.secret" ) || exit 2
 
-# One task a node takes the workers of that node; each waits until the command listens, and ends with it.
-srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 \\
-    "${{verbund[@]}}" join "$join" --slots {slots} --secret-file "$join.secret" --grace 86400{keep} &
-joiners=$!
-
+joiners= failed=
+{early}
 if [ -e "$run/job.toml" ]; then
     words=(resume "$run")
 else
@@ -93,16 +91,18 @@ trap 'told=1; [ -z "$command" ] || kill -TERM "$command" 2>/dev/null' TERM INT
 "${{verbund[@]}}" "${{words[@]}}" \\
     {arguments} &
 command=$!
-while :; do
+{late}while :; do
     wait "$command"
     now=$?
     [ "$now" -eq 127 ] || status=$now
     [ -n "$told" ] || break
     told=  # a signal has ended the wait, not the command
 done
-kill -TERM "$joiners" 2>/dev/null
-wait "$joiners"
-if [ "$status" -eq 130 ] || [ "$status" -eq 3 ]; then  # it has saved, or machines were lost
+if [ -n "$joiners" ]; then
+    kill -TERM "$joiners" 2>/dev/null
+    wait "$joiners"
+fi
+{clear}if [ "$status" -eq 130 ] || [ "$status" -eq 3 ]; then  # it has saved, or machines were lost
     if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
         scontrol requeue "$SLURM_JOB_ID"
     fi
@@ -111,6 +111,42 @@ if [ "$status" -eq 0 ]; then
     rm -f "$join" "$join.secret"
 fi
 exit "$status"
+"""
+
+_SHARED = """\
+# One task a node takes the workers of that node; each waits until the command listens, and ends with it.
+{each} \\
+    "${{verbund[@]}}" join "$join" --slots {slots} --secret-file "$join.secret" --grace 86400 &
+joiners=$!
+"""
+
+_APART_EARLY = """\
+# Only this node needs to see this folder. The others get address and secret, once the command listens, to a folder of
+# their own, and task and data from the command.
+there={keep}/{name}-"$SLURM_JOB_ID".join
+rm -f "$join"
+"""
+
+_APART = """\
+while [ ! -s "$join" ] && kill -0 "$command" 2>/dev/null; do sleep 0.2; done
+if [ -s "$join" ]; then
+    if {each} --chdir=/ mkdir -p {keep} &&
+        sbcast --force --preserve "$join" "$there" && sbcast --force --preserve "$join.secret" "$there.secret"; then
+        {each} --chdir={keep} \\
+            "${{verbund[@]}}" join "$there" --slots {slots} --secret-file "$there.secret" --grace 86400 \\
+            --folder {keep} &
+        joiners=$!
+    elif kill -0 "$command" 2>/dev/null; then
+        echo "verbund: address and secret could not be sent to all nodes; srun or sbcast says why above" >&2
+        failed=1
+        kill -TERM "$command" 2>/dev/null
+    fi
+fi
+"""
+
+_CLEAR = """\
+timeout 60 {each} --chdir=/ rm -f "$there" "$there.secret"
+[ -z "$failed" ] || exit 1
 """
 
 
@@ -147,15 +183,23 @@ def script(job: Job, file: Path, asked: Slurm, arguments: Sequence[tuple[str, st
     words = [shlex.join(pair) for pair in arguments]
     words += [f"--set {key}={shlex.quote(value)}" for key, value in settings.items()]
     words += ['--set cluster.join_file="$PWD/$join"', '--set cluster.secret_file="$PWD/$join.secret"']
+    keep = None if asked.keep is None else shlex.quote(str(asked.keep))
+    words_of = {
+        "each": f"srun --nodes={asked.nodes} --ntasks={asked.nodes} --ntasks-per-node=1",
+        "slots": slots,
+        "keep": keep,
+        "name": shlex.quote(name),
+    }
+    early, late, clear = (_SHARED, "", "") if keep is None else (_APART_EARLY, _APART, _CLEAR)
     return _SCRIPT.format(
+        early=early.format_map(words_of),
+        late=late.format_map(words_of),
+        clear=clear.format_map(words_of),
         directives="\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue"]),
         folder=shlex.quote(str(Path.cwd())),
         verbund=shlex.join([sys.executable, "-m", "verbund"]),
         runs="runs",
         name=shlex.quote(name),
-        nodes=asked.nodes,
-        slots=slots,
-        keep="" if asked.keep is None else f" --folder {shlex.quote(str(asked.keep))}",
         requeues=asked.requeues,
         job=shlex.quote(str(file)),
         arguments=" \\\n    ".join(words),
