@@ -186,12 +186,3 @@ def test_integers_stay_in_range(low: int, width: int) -> None:
 def test_integers_are_uniform() -> None:
     counts = torch.bincount(draws.integers(sample_keys(3, torch.arange(100)), 700, 0, 7).flatten(), minlength=7)
     assert float(((counts - 10_000.0) ** 2 / 10_000).sum()) < 6 + 5 * math.sqrt(12)
-
-
-def test_bernoulli_of_each_element() -> None:
-    p = torch.tensor([[0.0, 1.0, 0.25]]).expand(40_000, 3)
-    coins = draws.bernoulli_each(sample_keys(3, torch.arange(40_000)), 3, p, torch.int64)
-    assert coins.dtype == torch.int64
-    assert coins[:, 0].sum() == 0
-    assert coins[:, 1].sum() == 40_000
-    assert abs(float(coins[:, 2].double().mean()) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 40_000)

@@ -17,7 +17,7 @@ from verbund.job import parse_strategy
 from verbund.run import Run
 from verbund.stage import launch
 
-STEPS = 80
+STEPS = 50
 SETTINGS: dict[str, Any] = {
     "cluster.replacements": 20,
     "cluster.heartbeat": 0.2,

@@ -98,8 +98,3 @@ def bernoulli(keys: Tensor, count: int, p: float, dtype: torch.dtype) -> Tensor:
     if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return keep(keys, count, 1.0 - p, dtype)
     return keep(keys, count, 1.0 - p, torch.float32).to(dtype)
-
-
-def bernoulli_each(keys: Tensor, count: int, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 with the element's own probability, p of shape [R, count], else 0."""
-    return (uniform(keys, count, _wide(p.dtype)) < p).to(dtype)

@@ -22,9 +22,6 @@ from verbund.exchange.federated.secure.layout import Layout
 from verbund.exchange.federated.secure.terms import Round, Terms
 from verbund.job import Exchange
 
-_UNCLIPPED = "\0unclipped"
-"""The name of the element that tells whether an update was no longer than the clipping norm."""
-
 
 class Protection:
     """A federation's privacy and secure aggregation, and what it has spent.
