@@ -305,7 +305,9 @@ class Run:
         summary = self.summary
         loss = summary.get("loss") or {}
         seconds = summary.get("seconds") or {}
-        facts = [f"{summary[key]} {key}" for key in ("steps", "samples") if summary.get(key) is not None]
+        facts = [f"{summary['steps']} steps"] if summary.get("steps") is not None else []
+        if (samples := summary.get("samples")) or (samples == 0 and not summary.get("steps")):
+            facts.append(f"{samples} samples")  # 0 after steps: owners that train have not said how many
         if lost := summary.get("samples_lost"):
             facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:
