@@ -306,8 +306,8 @@ class Run:
         loss = summary.get("loss") or {}
         seconds = summary.get("seconds") or {}
         facts = [f"{summary['steps']} steps"] if summary.get("steps") is not None else []
-        if samples := summary.get("samples"):  # in a federation it may be that nobody tells how many
-            facts.append(f"{samples} samples")
+        if (samples := summary.get("samples")) or (samples == 0 and not summary.get("steps")):
+            facts.append(f"{samples} samples")  # 0 after steps: owners that train have not said how many
         if lost := summary.get("samples_lost"):
             facts.append(f"of them {lost} lost with islands that were left out")
         if (last := loss.get("last")) is not None:

@@ -88,7 +88,7 @@ def slurm(
 
 @launch.command(
     epilog="Example: `verbund launch kubernetes job.toml --image registry.example/verbund:1 --workers 4 --nodes 2 "
-    "--claim mine | kubectl apply -f -`"
+    "--set cluster.trusted_network=10.0.0.0/24 --claim mine | kubectl apply -f -`"
 )
 def kubernetes(
     job: JobFile,

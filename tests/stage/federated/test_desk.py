@@ -288,6 +288,23 @@ def test_the_server_tells_policies_from_failures_and_whom_it_waits_for(
     assert held.events("refused")[1]["keys"] == ["DataError"]
 
 
+def test_a_round_does_not_wait_for_who_refuses_after_it_has_begun(hold: Hold, tmp_path: Path) -> None:
+    """As data are read only after joining, the round may have begun with a client that then cannot take part."""
+    held = hold(rounds=1, round={"quorum": 1, "deadline": 3600.0, "lost_after": 3600.0})
+    lines = [held.client(name) for name in ("north", "south")]
+    for line in lines:
+        line.join()
+    tasks_ = [asked(line) for line in lines]
+    lines[1].refuse([], "DataError")
+    change = {name: torch.ones_like(v) for name, v in version(lines[0], tasks_[0], tmp_path / "north").items()}
+    assert send(lines[0], tasks_[0], tmp_path / "content", change)["counts"] is True
+    wait_for(lambda: held.events("stepped"), "the step")
+    assert held.events("closed")[0]["clients"] == ["north"]
+    (failed,) = held.events("failed")
+    assert (failed["client"], failed["state"]) == ("south", "declined")
+    assert "DataError" in failed["reason"]
+
+
 def test_who_has_spent_its_budget_is_neither_asked_nor_waited_for(hold: Hold, tmp_path: Path) -> None:
     """The round after begins at once with those who are left, and the training ends when too few are."""
     held = hold(rounds=3, round={"quorum": 1, "lost_after": 5.0, "gather": 600.0})

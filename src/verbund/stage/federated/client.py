@@ -107,7 +107,8 @@ def _check_words(prepared: Prepared, job: Job) -> None:
             raise DataError(
                 f"`{column.name}` holds words, which every owner's data would number differently",
                 where=f"--data, {job.data.train}",
-                fix="Give whole numbers that all owners have agreed on",
+                fix="Give whole numbers that all owners have agreed on. If the model does not need the column, "
+                "leave it out of the file; a job with `data.input` instead of a function `inputs` reads no others",
             )
 
 

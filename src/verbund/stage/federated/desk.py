@@ -204,6 +204,9 @@ class Desk:
         with self.changed:
             self.clients[name].refuses = True
             self._journal.record([{"event": "refused", "client": name, "keys": [failure] if failure else keys}])
+            rounds = self._journal.rounds
+            if (member := rounds.members.get(name)) is not None:  # a round that has begun with it does not wait for it
+                self._journal.record(rounds.report(name, member.round or rounds.round, "declined", why))
             self.changed.notify_all()
             self._notify(f"{name} takes no part: {why}")
             return self._reply("noted")

@@ -215,8 +215,6 @@ class Server:
         with self.desk.changed:
             if not privacy["enough"]:
                 journal.record(journal.rounds.end("budget"))
-            if journal.rounds.phase is Phase.DONE:
-                self._notify(f"Privacy: {privacy['spent']['statement']}")
             self.desk.changed.notify_all()
 
     def _last_evaluation(self, stopped: Callable[[], int]) -> None:

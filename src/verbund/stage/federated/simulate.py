@@ -264,4 +264,3 @@ class _Simulation:
         if self.rank == 0 and (accountant := self.server.accountant) is not None:
             spent = accountant.summary()
             self.journal.event("privacy", **spent)
-            self.worker.send("note", text=f"Privacy: {spent['statement']}")
