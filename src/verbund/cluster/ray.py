@@ -53,6 +53,7 @@ class RayCluster(ExternalCluster):
         self._words = ""
         self._told = b""
         self._said: dict[str, str] = {}
+        self._warned = ""
         variables, self._token = _authentication(job.cluster.address)
         try:
             super().__init__(_listening(job), scratch, preload, environment, tell)
@@ -116,20 +117,40 @@ class RayCluster(ExternalCluster):
             self._token.unlink(missing_ok=True)
 
     def _check(self) -> None:
+        if why := self._out_of_use():
+            self._stuck = self._unusable(why)
+            raise self._stuck
+
+    def _hear(self) -> None:
+        """Besides that says when Ray has gone: nothing of what goes on needs it."""
+        super()._hear()
+        if (why := self._out_of_use()) != self._warned and self._connected:
+            self._warned = why
+            self._tell(
+                f"Ray cannot be used any more: {shortened(why, 300)}. The run goes on with the hosts that it has; "
+                "nobody takes the place of one that is lost"
+                if why
+                else "Ray's head is there again"
+            )
+
+    def _out_of_use(self) -> str:
+        """Why nothing can be asked of Ray; empty if it can."""
         ray = self._ray
         if ray is None:
-            return
+            return ""
         assert ray.stdout is not None
         while select.select([ray.stdout], [], [], 0)[0] and (more := os.read(ray.stdout.fileno(), 65536)):
             *lines, self._told = (self._told + more).split(b"\n")
             for line in lines:
                 self._said |= {str(key): str(value) for key, value in json.loads(line).items()}
-        if "error" in self._said:
-            raise self._unusable(self._said["error"])
-        if (status := ray.poll()) is not None:
-            self._log.seek(0)
-            last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise self._unusable(f"what speaks with it ended with status {status}{': ' + last[0] if last else ''}")
+        # What was told first is why it has ended.
+        if why := self._said.get("headless") or self._said.get("error"):
+            return why
+        if (status := ray.poll()) is None:
+            return ""
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
+        return f"what speaks with it ended with status {status}{': ' + last[0] if last else ''}"
 
     def _unusable(self, why: str) -> ClusterLost:
         where = self._job.cluster.address or "a Ray cluster on this machine"

@@ -12,6 +12,7 @@ import ipaddress
 import json
 import os
 import select
+import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 
 _PAUSE = 1.0
 _TURN = 0.5
+_HEAD_TURN = 2.0
+"""How often, in seconds, and for how long the head is looked for."""
 _OUT = 1
 _OBJECTS = 100 << 20  # bytes of Ray's store for objects, of which nothing is needed
 
@@ -48,6 +51,7 @@ def drive(asked: dict[str, Any]) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if asked["address"] is None:
         ray.init(
+            address="local",  # whatever cluster Ray may have been told of on this machine
             num_cpus=asked["cpus"],
             include_dashboard=False,
             object_store_memory=_OBJECTS,
@@ -78,7 +82,10 @@ def drive(asked: dict[str, Any]) -> None:
     agents = {number: start(number) for number in range(len(bundles))}
     again: dict[int, float] = {}
     _tell(started=len(agents))
+    head = _Head(ray.get_runtime_context().gcs_address)
     while not _over(_TURN):
+        if head.lost():
+            continue  # whatever is asked of Ray now would wait for it
         done, _ = ray.wait([ref for ref, _ in agents.values()], timeout=0) if agents else ([], [])
         for number in [number for number, (ref, _) in agents.items() if ref in done]:
             try:
@@ -92,10 +99,37 @@ def drive(asked: dict[str, Any]) -> None:
         for number in [number for number, at in again.items() if at < time.monotonic()]:
             del again[number]
             agents[number] = start(number)  # the bundle is placed anew where its node is lost
-    for _, actor in agents.values():
-        ray.kill(actor)
-    remove_placement_group(group)
-    ray.shutdown()
+    if not head.away:
+        for _, actor in agents.values():
+            ray.kill(actor)
+        remove_placement_group(group)
+    if not head.away or asked["address"] is None:
+        ray.shutdown()
+
+
+class _Head:
+    """Whether Ray's head (its global control service) is there. Actors live on without it; Ray itself says nothing of
+    that until a limit of its own is over, a minute by default."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._due = address, 0.0
+        self.away = False
+
+    def lost(self) -> bool:
+        """Tells when that changes."""
+        if time.monotonic() < self._due:
+            return self.away
+        host, _, port = self._address.rpartition(":")
+        why = ""
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_TURN).close()
+        except OSError as error:
+            why = f"its head at {self._address} is lost: {error.strerror or error}"
+        if self.away != bool(why):
+            self.away = bool(why)
+            _tell(headless=why)
+        self._due = time.monotonic() + _HEAD_TURN
+        return self.away
 
 
 def _check_closed(address: str) -> None:
@@ -145,3 +179,4 @@ if __name__ == "__main__":
     ray_agents._OUT = os.dup(1)
     os.dup2(2, 1)  # what Ray prints is no answer
     ray_agents.main()
+    os._exit(0)  # at its exit Ray would wait for a head that is lost
