@@ -77,7 +77,7 @@ every = "end"
 mesh = {{ data = {workers} }}
 [cluster]
 threads = 1
-heartbeat = 1.0
+heartbeat = 0.5
 replacements = 1000000
 """
 

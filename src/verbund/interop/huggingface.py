@@ -40,11 +40,6 @@ _HEADS = {
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
-def smollm2_folder() -> Path:
-    """The folder of SmolLM2-135M-Instruct, for a task file that loads it or builds a model from its config."""
-    return smollm2.folder()
-
-
 def folder(job: Job) -> Path:
     """Where the job's model lies; the bundled one may still have to be converted."""
     if job.task == BUNDLED:

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verbund import task
 from verbund.cluster.islands import Islands
-from verbund.cluster.membership import Era, Membership
-from verbund.cluster.process import Cluster, Process, ProcessSpec
+from verbund.cluster.membership import Membership
+from verbund.cluster.process import Cluster, ProcessSpec
 from verbund.cluster.quorum import Quorum
 from verbund.cluster.replacements import Budget, Replacements
 from verbund.cluster.requests import Requests
 from verbund.cluster.supervisor import Supervisor
 from verbund.cluster.watched import Failed
-from verbund.comm.wire import Message
 from verbund.data import schema
 from verbund.data.prepare import Prepared, needed
 from verbund.errors import ClusterLost, InputError, Interrupted, RunFailed, VerbundError
 from verbund.interrupts import Interrupts
 from verbund.job import Job
-from verbund.observe.energy import EnergyMeter
 from verbund.observe.events import Journal, file_name
-from verbund.observe.network import Links
 from verbund.observe.progress import Progress
 from verbund.run import Run
 from verbund.stage import continuing, network, refill
 from verbund.stage.before import Facts, settings_of
 from verbund.stage.commits import Commits
 from verbund.stage.elastic import bounds, goes_on, leaves_out, unscalable
+from verbund.stage.news import News
 from verbund.stage.processes import units, with_servers, with_trace, workers
-from verbund.stage.slow_workers import SlowWorkers
 from verbund.stage.stopping import Promises
 
 
@@ -52,6 +50,24 @@ def attempt(
     budget: Budget,
     warnings: list[str] | None = None,
 ) -> Run:
+    """Trains until the end, a failure or an interrupt, and sums up.
+
+    Args:
+        cluster: where.
+        run: its folder; the caller has its lock.
+        job: with the hosts that there are.
+        prepared: the data.
+        facts: of the dry run.
+        source: the checkpoint to go on from.
+        quiet: nothing on standard error.
+        interrupts: the user's.
+        budget: of losses, over all starts.
+        warnings: for the user, to begin with.
+
+    Raises:
+        InputError, RunFailed, ClusterLost, Interrupted: as `launch.train` does.
+        Preempted: if it should begin again.
+    """
     cluster.share([run.path])
     if job.strategy.exchange.served and cluster.apart:
         raise InputError(
@@ -66,172 +82,52 @@ def attempt(
     )
     progress = Progress(facts.total_steps, job.train.seconds, quiet)
     commits = Commits(run, _parts(job), job.checkpoint, journal)
+    news = News(cluster, run, job, generation, journal, progress, commits)
     for note in facts.notes:
-        journal.event("note", text=note, mesh=True)
-        progress.message(note)
-    if (text := refill.note(job)) is not None:
-        warnings = [*(warnings or []), text]
-    for note in warnings or []:
-        journal.event("note", text=note)
-        progress.message(note)
-    comes_and_goes = goes_on(job)
-    journal.event("membership", generation=generation, workers=job.world, joint=comes_and_goes)
-
-    board = _board(run, job)
-    meter = EnergyMeter()
-    meter.start()
-
-    links = Links()
-    slow = SlowWorkers(job.strategy)
-
-    def handle(process: Process, message: Message) -> None:
-        fields = message.fields
-        if message.kind == "progress":
-            meter.joules()  # often enough that no counter wraps unseen
-            if cluster.address is not None:
-                links.sample()  # of connections that are closed at the end the last count holds
-            progress.update(fields["step"], fields["loss"], fields["samples_per_second"])
-            if board is not None:
-                board.step(fields["step"], fields["loss"], samples_per_second=fields["samples_per_second"])
-        elif message.kind == "validation":
-            progress.validation(fields["step"], fields["metrics"])
-            if board is not None:
-                board.validation(fields["step"], fields["metrics"])
-        elif message.kind == "saved":
-            if warning := commits.saved(fields):
-                progress.message(warning)
-        elif message.kind == "regained":
-            journal.event("recovery", **{key: fields[key] for key in ("how", "step", "again")})
-            progress.message(_regained(**fields))
-        elif message.kind == "wish":
-            promises.wish(fields["reason"])
-            if quorum is not None:
-                quorum.closing = True
-        elif message.kind == "promise":
-            promises.promise(process.spec.rank, fields["step"])
-        elif message.kind == "paces":
-            for text in slow.record(fields["rows"]):
-                mention(text)
-        elif message.kind == "note":
-            mention(fields["text"])
-
-    state = continuing.state_of(source)
-    settings = settings_of(
-        job,
-        prepared,
-        run=str(run.path.resolve()),
-        checkpoint=str(source) if source else None,
-        total_steps=facts.total_steps,
-        costs=facts.costs,
-        deferred=facts.deferred,
-        probe=facts.probe,
-        data=continuing.data_of(prepared),
-    )
+        news.mention(note, mesh=True)
+    for note in [*(warnings or []), *filter(None, [refill.note(job)])]:
+        news.mention(note)
+    journal.event("membership", generation=generation, workers=job.world, joint=goes_on(job))
     start = time.monotonic()
-    if job.strategy.exchange.served:
-        shutil.rmtree(run.servers, ignore_errors=True)  # of an attempt that was killed
-        settings |= _of_servers(job, facts, state, start)
-        specs = with_servers(cluster, job, settings, generation)
-    else:
-        entry = "verbund.stage.federated.simulate" if job.strategy.exchange.federated else "verbund.stage.train"
-        specs = workers(job, f"{entry}:work", settings, generation)
-    replaced: dict[tuple[str, int], int] = {}
-
-    def tell(fresh: list[ProcessSpec], why: str) -> None:
-        replaced.update({(spec.role, spec.rank): spec.life for spec in fresh})
-        names = ", ".join(spec.name for spec in fresh)
-        journal.event("replacement", processes=names, why=why)
-        progress.message(f"{why}: another process takes its place")
-
-    def tell_members(text: str, replaced: str) -> None:
-        if replaced:
-            journal.event("replacement", processes=replaced, why=text)
-        else:
-            journal.event("note", text=text)
-        progress.message(text)
-
-    def tell_era(era: Era) -> None:
-        members = list(era.members)
-        journal.event("membership", generation=generation, workers=len(members), era=era.number, members=members)
-
-    def tell_islands(ranks: list[int]) -> None:
-        journal.event("membership", generation=generation, workers=len(ranks), era=0, members=ranks)
-
-    def mention(text: str) -> None:
-        journal.event("note", text=text)
-        progress.message(text)
-
-    def tell_left(era: Era, broken: bool) -> None:
-        assert quorum is not None
-        tell_era(Era(era.number, tuple(quorum.ranks())))
-        if broken:
-            promises.settle()
-
-    replacements = Replacements(units(job, specs), budget, tell)
-    islands = None
-    if job.strategy.exchange.served and unscalable(job) is None:
-        islands = Islands(replacements.units[0], job.strategy.islands, bounds(job), tell_members, tell_islands)
-    membership = Membership(specs, budget, bounds(job), tell_members, tell_era) if comes_and_goes else None
-
-    quorum = None
-    if leaves_out(job):
-        exchange, islands_ = job.strategy.exchange, job.strategy.islands
-        least, size = exchange.least(islands_), job.world // islands_
-        quorum = Quorum(islands_, size, least, exchange.grace, job.cluster.step_deadline, mention, tell_left)
-    requests = _requests(run) if comes_and_goes or islands is not None else None
+    specs = _specs(cluster, run, job, prepared, facts, source, generation, start)
+    who = _Who.of(run, job, specs, budget, news)
     supervisor = Supervisor(
-        cluster, job.cluster, handle, interrupts, replacements, membership, requests, islands, quorum
+        cluster,
+        job.cluster,
+        news.hear,
+        interrupts,
+        who.replacements,
+        who.membership,
+        who.requests,
+        who.islands,
+        who.quorum,
     )
-    promises = Promises(quorum.ranks if quorum is not None else lambda: range(job.world), supervisor.tell_all)
-    status = "done"
-    cause: VerbundError | None = None
+    ranks = who.quorum.ranks if who.quorum is not None else lambda: range(job.world)
+    news.quorum, news.promises = who.quorum, Promises(ranks, supervisor.tell_all)
     result: dict[str, Any] = {}
+    cause: VerbundError | None = None
     try:
         if job.cluster.spread and len(job.cluster.hosts) > 1:
             journal.event("network", **network.measure(cluster, job, interrupts))
         result = supervisor.run(specs)[0]
     except Failed as failed:
-        cause = with_trace(failed)
-        if isinstance(cause, ClusterLost):
-            go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
-            cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
-        for failure in failed.failures:
-            journal.event(
-                "failure",
-                process=failure.process,
-                error=failure.error.record(),
-                secondary=failure.secondary,
-                trace=failure.trace,
-            )
+        cause = _told(failed, run, journal)
     finally:
-        if cluster.address is not None:
-            journal.totals("links", links=links.sample(), wire=links.wire())
-        for warning in supervisor.warnings:
-            journal.event("note", text=warning)
-            progress.message(warning)
-        progress.close()
-        if board is not None:
-            board.close()
-        if requests is not None:
-            requests.close()
+        news.close(supervisor.warnings)
+        if who.requests is not None:
+            who.requests.close()
     shutil.rmtree(run.requests, ignore_errors=True)
     shutil.rmtree(run.servers, ignore_errors=True)
     commits.discard_rest()
-    if (joules := meter.joules()) is not None:
-        journal.totals("energy", joules=joules, how=meter.how)
     if cause is None:
-        lives = {r: replaced.get(("worker", r), 0) for r in range(job.world)}
-        if membership is not None:
-            lives = membership.lives()
-        if quorum is not None:
-            lives = {rank: lives[rank] for rank in quorum.ranks()}
-        names = [file_name("worker", rank, generation, life) for rank, life in lives.items()]
+        names = [file_name("worker", rank, generation, life) for rank, life in who.lives(news).items()]
         cause = _not_kept(run, commits, result["steps"], names)
         if cause is None and result["stopped_by"] == "interrupt":
             begins_again = supervisor.preempted is not None and not interrupts.count
             cause = Preempted(f"{supervisor.preempted} was asked to end") if begins_again else _stopped(run, result)
-    if cause is not None:
-        status = "interrupted" if isinstance(cause, (Interrupted, Preempted)) else "failed"
+    status = "done" if cause is None else "failed"
+    if isinstance(cause, (Interrupted, Preempted)):
+        status = "interrupted"
     journal.event(
         "stopped",
         status=status,
@@ -255,10 +151,87 @@ def attempt(
     return run
 
 
-def _regained(how: str, step: int, again: int) -> str:
-    whose = "peers'" if how == "peers" else "mirrors in"
-    many = {0: "no step is", 1: "one step is"}.get(again, f"{again} steps are")
-    return f"training goes on after step {step} from {whose} memory; {many} done again"
+@dataclass(frozen=True)
+class _Who:
+    """Who decides which processes take part; what does not apply to a job is None."""
+
+    world: int
+    replacements: Replacements
+    membership: Membership | None
+    islands: Islands | None
+    quorum: Quorum | None
+    requests: Requests | None
+
+    @staticmethod
+    def of(run: Run, job: Job, specs: list[ProcessSpec], budget: Budget, news: News) -> _Who:
+        strategy = job.strategy
+        replacements = Replacements(units(job, specs), budget, news.replacement)
+        islands = membership = quorum = None
+        if strategy.exchange.served and unscalable(job) is None:
+            islands = Islands(replacements.units[0], strategy.islands, bounds(job), news.members, news.islands)
+        if goes_on(job):
+            membership = Membership(specs, budget, bounds(job), news.members, news.era)
+        if leaves_out(job):
+            least, size = strategy.exchange.least(strategy.islands), job.world // strategy.islands
+            grace, deadline = strategy.exchange.grace, job.cluster.step_deadline
+            quorum = Quorum(strategy.islands, size, least, grace, deadline, news.mention, news.left)
+        requests = _requests(run) if membership is not None or islands is not None else None
+        return _Who(job.world, replacements, membership, islands, quorum, requests)
+
+    def lives(self, news: News) -> dict[int, int]:
+        """By rank of the workers that were there at the end, how many processes had it before."""
+        if self.membership is not None:
+            return self.membership.lives()
+        ranks = self.quorum.ranks() if self.quorum is not None else range(self.world)
+        return {rank: news.lives.get(("worker", rank), 0) for rank in ranks}
+
+
+def _specs(
+    cluster: Cluster,
+    run: Run,
+    job: Job,
+    prepared: Prepared,
+    facts: Facts,
+    source: Path | None,
+    generation: int,
+    start: float,
+) -> list[ProcessSpec]:
+    """The processes that a training begins with."""
+    state = continuing.state_of(source)
+    settings = settings_of(
+        job,
+        prepared,
+        run=str(run.path.resolve()),
+        checkpoint=str(source) if source else None,
+        total_steps=facts.total_steps,
+        costs=facts.costs,
+        deferred=facts.deferred,
+        probe=facts.probe,
+        data=continuing.data_of(prepared),
+    )
+    if job.strategy.exchange.served:
+        shutil.rmtree(run.servers, ignore_errors=True)  # of an attempt that was killed
+        settings |= _of_servers(job, facts, state, start)
+        return with_servers(cluster, job, settings, generation)
+    entry = "verbund.stage.federated.simulate" if job.strategy.exchange.federated else "verbund.stage.train"
+    return workers(job, f"{entry}:work", settings, generation)
+
+
+def _told(failed: Failed, run: Run, journal: Journal) -> VerbundError:
+    """The first cause, and all failures in the journal."""
+    cause = with_trace(failed)
+    if isinstance(cause, ClusterLost):
+        go_on = f"`verbund resume {run.path}` continues from the last checkpoint"
+        cause.fix = f"{cause.fix}. {go_on}" if cause.fix else go_on
+    for failure in failed.failures:
+        journal.event(
+            "failure",
+            process=failure.process,
+            error=failure.error.record(),
+            secondary=failure.secondary,
+            trace=failure.trace,
+        )
+    return cause
 
 
 def _requests(run: Run) -> Requests | None:
@@ -316,15 +289,6 @@ def _stopped(run: Run, result: dict[str, Any]) -> Interrupted:
         where=str(run.path),
         fix=f"`verbund resume {run.path}` continues",
     )
-
-
-def _board(run: Run, job: Job) -> Any:
-    """What writes TensorBoard's event files while the run goes on, if the job wants them."""
-    if not job.observe.tensorboard:
-        return None
-    from verbund.observe.tensorboard import Board
-
-    return Board(run.path)
 
 
 def _sum_up(

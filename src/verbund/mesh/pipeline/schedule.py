@@ -163,18 +163,6 @@ def simulate(
     return sorted(timed, key=lambda t: (t.start, t.rank))
 
 
-def in_flight(lists: Sequence[Sequence[Action]]) -> list[int]:
-    """Per rank, of how many forward passes it holds the activations at most. With several chunks each stage counts."""
-    peaks = []
-    for mine in lists:
-        held = peak = 0
-        for action in mine:
-            held += {"F": 1, "I": 0}.get(action.kind, -1)
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
-
-
 def _of_rank(schedule: str, ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Action]:
     forwards, backwards, longest = [], [], 0
     for turn in _rounds(micro_batches, ranks):
