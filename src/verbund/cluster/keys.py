@@ -23,8 +23,8 @@ class _Waiting:
     number: int
     keys: list[str]
     wants_value: bool
-    seen: int
-    """How many of the values that were said once the asker has got."""
+    seen: int | None
+    """How many of the values that were set the asker has got, if they stay as they are."""
 
 
 class Keys:
@@ -45,7 +45,7 @@ class Keys:
         known = all(key in values for key in keys)
         match fields["what"]:
             case "get" | "wait" as what:
-                waiting = _Waiting(connection, number, keys, what == "get", int(fields["seen"]))
+                waiting = _Waiting(connection, number, keys, what == "get", fields.get("seen"))
                 if known:
                     self._reply(waiting, name)
                 else:
@@ -110,8 +110,10 @@ class Keys:
 
     def _reply(self, waiting: _Waiting, name: str) -> None:
         values = self._values[name]
-        said = [key for key in self._said.get(name, [])[waiting.seen :] if key in values][:_AT_ONCE]
         value = values[waiting.keys[0]] if waiting.wants_value else _NOTHING
+        said: list[str] = []
+        if waiting.seen is not None:
+            said = [key for key in self._said.get(name, [])[waiting.seen :] if key in values][:_AT_ONCE]
         found = {str(number): values[key] for number, key in enumerate(said)}
         _send(waiting.connection, waiting.number, {"said": said}, value=value, **found)
 

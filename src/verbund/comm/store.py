@@ -24,18 +24,19 @@ _SECONDS = 60.0
 
 
 class Store(_Base):  # type: ignore[misc]
-    """Keys and values in the supervisor. What is `set` under a key stays so as long as workers meet: whoever waits for
-    one value gets with it all those that it has not got yet, so that n workers ask a few times each, and not 2 n.
+    """Keys and values in the supervisor.
 
     Args:
         ask: how it is asked.
         name: of this store among others there.
         timeout: seconds that a wait for a key may take where nobody says.
+        once: that what is `set` under a key stays so. Who waits for one value then gets with it all those that it has
+            not got yet, so that each of n workers that meet asks a few times, and not 2 n.
     """
 
-    def __init__(self, ask: Ask, name: str, timeout: float) -> None:
+    def __init__(self, ask: Ask, name: str, timeout: float, once: bool = False) -> None:
         super().__init__()
-        self._ask, self._name, self._timeout = ask, name, timeout
+        self._ask, self._name, self._timeout, self._once = ask, name, timeout, once
         self._seen: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -83,7 +84,9 @@ class Store(_Base):  # type: ignore[misc]
         arrays = {
             name: _array(given) for name, given in (("value", value), ("expected", expected)) if given is not None
         }
-        fields = {"store": self._name, "what": what, "keys": keys, "amount": amount, "seen": len(self._seen)}
+        fields = {"store": self._name, "what": what, "keys": keys, "amount": amount}
+        if self._once:
+            fields["seen"] = len(self._seen)
         try:
             return self._ask("store", fields, arrays, timeout)
         except Deadline:
@@ -92,7 +95,7 @@ class Store(_Base):  # type: ignore[misc]
             raise RuntimeError(f"the supervisor is gone: {error}") from None
 
     def _learn(self, answer: Message) -> None:
-        for number, key in enumerate(answer.fields["said"]):
+        for number, key in enumerate(answer.fields.get("said", ())):
             self._seen[key] = bytes(answer.arrays[str(number)].tobytes())
 
     @staticmethod

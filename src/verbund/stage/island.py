@@ -211,7 +211,7 @@ def _meet(worker: Worker, job: Job, mesh: Mesh, place: torch.device, name: str, 
     if not job.islands_apart:
         # Without a trusted network all are on one host.
         address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-        store = Store(ask or worker.ask, name, timeout)
+        store = Store(ask or worker.ask, name, timeout, once=True)
         everybody = Group(store, mesh.rank, mesh.world, place, timeout, address, sockets)
         try:
             return Groups.of(mesh, everybody, synchronous=not job.strategy.exchange.local)
@@ -237,7 +237,7 @@ def _meet_apart(
     timeout, own = job.cluster.step_deadline + 60.0, mesh.place(*AXES)
     name = f"island {mesh.island}" + (f", life {worker.spec.life}" if worker.spec.life else "")
     address = worker.address if job.cluster.trusted_network is not None else "127.0.0.1"
-    island = Group(Store(worker.ask, name, timeout), own, mesh.size(*AXES), place, timeout, address, sockets)
+    island = Group(Store(worker.ask, name, timeout, once=True), own, mesh.size(*AXES), place, timeout, address, sockets)
     worker.stalled = sockets.stalled
     if joins:
         return Groups.apart(mesh, island, Group(None, 0, 1, place, timeout))
