@@ -77,11 +77,11 @@ def test_it_has_a_limit_and_is_forgotten() -> None:
 
 
 def test_a_stopped_one_is_not_waited_for() -> None:
-    """Three heartbeats, whatever was seen before; one that the kernel calls stopped does not come back by itself."""
+    """Two heartbeats, whatever was seen before; one that the kernel calls stopped does not come back by itself."""
     one = watched(1, [2.0] * 20, 0.7)
-    assert may_be_silent(one, stopped=(1,)) == pytest.approx(0.6)
+    assert may_be_silent(one, stopped=(1,)) == pytest.approx(0.4)
     assert may_be_silent(one) == 3.0
-    assert may_be_silent(watched(1, [2.0] * 20, 5.0), stopped=(1,)) == pytest.approx(0.6)
+    assert may_be_silent(watched(1, [2.0] * 20, 5.0), stopped=(1,)) == pytest.approx(0.4)
 
 
 def test_the_listener_s_own_absence_is_no_pause() -> None:
