@@ -143,6 +143,7 @@ def test_a_store_answers_when_there_is_what_was_asked_for(monkeypatch: pytest.Mo
     timer = threading.Timer(0.1, lambda: one.set("a", b"\0value"))
     timer.start()
     assert other.get("a") == b"\0value"
+    timer.join()  # its line is this thread's from now on
     other.wait(["a"], timedelta(seconds=1))
     assert other.check(["a"])
     assert not other.check(["a", "b"])
