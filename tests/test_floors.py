@@ -26,8 +26,9 @@ FLOORS: list[tuple[str, ...]] = [
 # What a stage shows when it has ended stands above it; it is imported where it is called.
 LATE = {
     "stage.launch": {"observe.report", "observe.summary", "observe.trace"},
-    "stage.attempt": {"observe.report", "observe.summary", "observe.tensorboard"},
+    "stage.attempt": {"observe.report", "observe.summary"},
     "stage.before": {"observe.tensorboard"},
+    "stage.news": {"observe.tensorboard"},
     "stage.federated.outcome": {"observe.report", "observe.summary"},
 }
 

@@ -5,6 +5,7 @@ The model has a parameter of which every update is exactly 1, so that it counts 
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,7 @@ def disturbed(shared_cluster: LocalCluster, make_job: MakeJob, tmp_path: Path) -
 
 def _sockets(cluster: LocalCluster) -> int:
     """Those in the folder where the processes of the runs meet: the supervisor's at least."""
+    gc.collect()  # a former test's failure refers to its run, and that to its failure
     found = [line for line in Path("/proc/net/unix").read_text().splitlines() if str(cluster.scratch) in line]
     assert found, "no socket is seen at all"
     return len(found)
