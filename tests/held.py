@@ -32,6 +32,12 @@ from verbund.stage.federated.serve import terms_of
 from verbund.stage.federated.server import Server
 
 
+def written(path: Path) -> list[str]:
+    """The whole lines of a file that somebody may be writing."""
+    whole, _, _ = path.read_text().rpartition("\n")
+    return whole.splitlines()
+
+
 class Direct:
     def __init__(self, do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._do, self._turn = do, threading.Lock()
@@ -61,7 +67,7 @@ class Held:
         return Line(self.address, Pinned(self.enrolment.identity.fingerprint, identity), 20.0)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.server.journal.path.read_text().splitlines()]
+        lines = [json.loads(line) for line in written(self.server.journal.path)]
         return [line for line in lines if line["event"] == kind]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from conftest import MakeJob, wait_for
-from held import Direct, Held, Hold, holding
+from held import Direct, Held, Hold, holding, written
 from verbund.comm.wire.bits import Bits
 from verbund.errors import InputError, Interrupted, VerbundError
 from verbund.exchange.federated.policy import Policy
@@ -102,7 +102,7 @@ class Owner:
         raise Interrupted("it is gone")
 
     def noted(self, event: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (self.home.folder / "audit.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in written(self.home.folder / "audit.jsonl")]
         return [line for line in lines if line["event"] == event]
 
     def _work(self) -> None:
