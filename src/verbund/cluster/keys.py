@@ -11,8 +11,6 @@ from verbund.comm.wire import Array, Connection, Message, WireError
 _NOTHING = np.empty(0, np.uint8)
 _KEYS = 100_000
 _BYTES = 1 << 26
-
-
 _AT_ONCE = 64
 """No answer tells more values than so many."""
 
